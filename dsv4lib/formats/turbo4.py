@@ -202,17 +202,19 @@ def _length(y: torch.Tensor) -> torch.Tensor:
 def quantize_rotated(y: torch.Tensor) -> Encoded:
     """Quantise what is rotated already, and let NaN and large norms pass: NaN and Inf in the norm.
 
-    A code is the number of boundaries, each times the fp16 norm in the dtype of ``y``, that are not above the value.
+    The boundaries above 0 are multiplied by the fp16 norm in the dtype of ``y``. A code is 8 and one more for each that
+    |y| has reached, or, where y < 0, 7 and one less for each that |y| is above.
 
     Args:
         y: fp32 or fp64 [..., d].
     """
     norms = _length(y).to(torch.float16)
-    table = boundaries(y.shape[-1]).to(y)
-    codes = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
-    for bound in table:
-        codes += (y >= (bound * norms.to(y.dtype))[..., None]).to(torch.uint8)
-    return Encoded(pack(codes), norms)
+    reached, passed = (torch.zeros(y.shape, dtype=torch.uint8, device=y.device) for _ in range(2))
+    for bound in boundaries(y.shape[-1])[HALF:].to(y):
+        here = (bound * norms.to(y.dtype))[..., None]
+        reached += (y.abs() >= here).to(torch.uint8)
+        passed += (y.abs() > here).to(torch.uint8)
+    return Encoded(pack(torch.where(y < 0, HALF - 1 - passed, HALF + reached)), norms)
 
 
 def encode(x: torch.Tensor, seed: int = 0, rotated: bool = True) -> Encoded:

@@ -20,6 +20,21 @@ def turbo4_encode(x: torch.Tensor, seed: int) -> Encoded:
     return turbo4.quantize_rotated(turbo4.rotate(x, seed))
 
 
+def append(pages: torch.Tensor, page_size: int, indices: torch.Tensor, x: torch.Tensor, seed: int) -> None:
+    """Quantise vectors and store them in pages, in place.
+
+    Args:
+        pages: uint8 [P, H, bytes of a page of `turbo4.layout`]. page_size: entries of a page.
+        indices: [T], page * page_size + slot; -1 drops the row, none twice.
+        x: [T, H, d]. seed: of the rotation.
+    """
+    where = turbo4.layout(x.shape[-1])
+    packed, norms = turbo4_encode(x, seed)
+    for head in range(x.shape[1]):
+        of_head = packed[:, head], norms[:, head, None].contiguous().view(torch.uint8)
+        where.write(pages[:, head], page_size, indices, *of_head)
+
+
 def variant(
     x: torch.Tensor,
     seed: int = 0,

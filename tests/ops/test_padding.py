@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dsv4lib.ops
-from dsv4lib.formats import indexer_key, kv_entry
+from dsv4lib.formats import indexer_key, kv_entry, turbo4
 from dsv4lib.ops.common.plans import Op
 from dsv4lib.ops.compressor.op import Batch, Pages, compressor
 from dsv4lib.ops.embedding.op import embedding
@@ -31,6 +31,7 @@ from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
 from dsv4lib.ops.quantize.op import quantize, quantize_indexer_keys, quantize_kv_entries
 from dsv4lib.ops.router.op import Hashed, router
 from dsv4lib.ops.topk.op import Paged, topk
+from dsv4lib.ops.turbo4_encode.op import turbo4_encode
 from tests.ops.compressor import cases as compressor_cases
 from tests.ops.router.test_op import FACTOR, TABLE, WEIGHT, E, K
 
@@ -413,6 +414,15 @@ def into_pages(backend, op, layout, dim):
     for given in ((x, indices), (spread(x, NAN), spread(indices, *SLOTS))):
         found.append(layout.allocate(3, 4).fill_(0xA5))
         op(given[0], found[-1], 4, given[1], backend=backend)
+    return (found[::-1],)
+
+
+@covers("turbo4_encode", "indices")
+def vectors_into_pages(backend):
+    x, indices, found = normal(2, 3, 64).bfloat16(), torch.tensor([7, 2]).int(), []
+    for given in ((x, indices), (spread(x, NAN), spread(indices, *SLOTS))):
+        found.append(torch.full((3, 3, turbo4.layout(64).page_bytes(4)), 0xA5, dtype=torch.uint8))
+        turbo4_encode(given[0], found[-1], 4, given[1], backend=backend)
     return (found[::-1],)
 
 

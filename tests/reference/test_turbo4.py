@@ -43,7 +43,7 @@ def test_pages_of_requests():
         assert pages.shape == (5, kv_heads, where.page_bytes(page_size))
         pools.append(pages)
     q, lengths = normals(4, 6, dim, seed=4), torch.tensor([33, 0, 16, -1])
-    table = torch.tensor([[3, 1, 4], [7, 7, 7], [1, -5, 99], [0, 0, 0]])  # what no length reaches may be anything
+    table = torch.tensor([[3, 1, 4], [7, 7, 7], [1, 99, -5], [0, 0, 0]])  # what no length reaches may be anything
     o, lse = attention.turbo4_decode(q, *pools, table, lengths, page_size, 0.2, 1)
     assert not o[[1, 3]].any() and bool((lse[[1, 3]] == -torch.inf).all())
     for b, order in ((0, [3, 1, 4]), (2, [1])):
