@@ -39,7 +39,7 @@ def rotated(q: torch.Tensor, k: Encoded, v: Encoded, scale: float, seed: int) ->
         q: fp64 [G, D], heads that share K and V. k, v: [n, D / 2] and [n]. scale: of logits. seed: of the rotation.
     """
     dim = q.shape[-1]
-    table = turbo4.centroids(dim)
+    table = turbo4.centroids(dim).to(q.device)
     logits = scale * k.norms.double() * (turbo4.rotate(q, seed) @ table[turbo4.unpack(k.packed).long()].T)
     p = logits.softmax(-1) * v.norms.double()
     return Attention(turbo4.unrotate(p @ table[turbo4.unpack(v.packed).long()], seed), logits.logsumexp(-1))
@@ -88,8 +88,8 @@ def turbo4_decode(
     """
     batch, heads, dim = q.shape
     kv_heads = k_pages.shape[1]
-    o = torch.zeros(batch, heads, dim, dtype=torch.float64)
-    lse = torch.full((batch, heads), -torch.inf, dtype=torch.float64)
+    o = torch.zeros(batch, heads, dim, dtype=torch.float64, device=q.device)
+    lse = torch.full_like(o[..., 0], -torch.inf)
     for b, length in enumerate(lengths.tolist()):
         if length <= 0:
             continue

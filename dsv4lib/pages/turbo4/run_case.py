@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 
 from dsv4lib import backends
+from dsv4lib.check import Comparison, compare
 from dsv4lib.formats import turbo4
+from dsv4lib.ops.turbo4_decode import op as decode_op
+from dsv4lib.ops.turbo4_decode.faults import FAULTS as DECODE_FAULTS
+from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
 from dsv4lib.ops.turbo4_encode import op as encode_op
 from dsv4lib.ops.turbo4_encode.faults import FAULTS as ENCODE_FAULTS
 from dsv4lib.ops.turbo4_encode.kernel import Turbo4Encode
@@ -72,3 +76,90 @@ def decoded(pages: torch.Tensor, dim: int, page_size: int, indices: torch.Tensor
     every = torch.arange(len(pages))
     found = oracle.entries(pages, dim, page_size, every, len(pages) * page_size)
     return turbo4.decode(found, seed, torch.float64).transpose(0, 1)[indices.long()]
+
+
+class Case(NamedTuple):
+    """Arguments of an attention.
+
+    Attributes:
+        q: [B, H, D]. pages: uint8 [P, 2 K, bytes], heads of keys and then of values.
+        page_size: entries of a page. block_table: int32 [B, W]. lengths: int32 [B].
+    """
+
+    q: torch.Tensor
+    pages: torch.Tensor
+    page_size: int
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of keys and of values."""
+        return self.pages.chunk(2, 1)
+
+
+def case(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    spread: float = 1.0,
+    width: int | None = None,
+) -> Case:
+    """Make a cache of random vectors in pages of random order, all of them full, and queries.
+
+    Args:
+        lengths: of requests. heads, kv_heads, dim: H, K and D.
+        page_size, dtype: of the cache and of q. seed: of numbers and rotation.
+        spread: standard deviation of q. width: pages of a request in the table; None: as many as are needed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width = max(1, -(-max(lengths) // page_size)) if width is None else width
+    count = len(lengths) * width + 1
+    x = vectors(count * page_size, 2 * kv_heads, dim, seed, dtype)
+    x[..., OUTLIERS] /= GAIN  # attention of keys with outliers would see one token alone
+    pages = torch.zeros(count, 2 * kv_heads, turbo4.layout(dim).page_bytes(page_size), dtype=torch.uint8)
+    append(pages, page_size, torch.arange(count * page_size), x, seed)
+    table = torch.randperm(count, generator=generator)[: len(lengths) * width].view(len(lengths), width).int()
+    q = spread * torch.randn(len(lengths), heads, dim, generator=generator)
+    return Case(q.to(dtype), pages, page_size, table, torch.tensor(lengths, dtype=torch.int32))
+
+
+class Attended(NamedTuple):
+    """Output of `turbo4_decode`.
+
+    Attributes:
+        o, lse: found. want: of the oracle, fp64. record: comparison of O.
+        lse_error: largest of requests with tokens. hazards: of the launches.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    want: oracle.Attention
+    record: Comparison
+    lse_error: float
+    hazards: int
+
+
+def attend(
+    one: Case, backend: str, seed: int = 0, *, splits: int = 1, lookup: str = "registers", fault: str = "none"
+) -> Attended:
+    """Run `turbo4_decode`; ``fault``: a name of its `FAULTS`, or "none"."""
+    where, outputs = backends.device(backend), []
+    q, pages, table, lengths = (x.to(where) for x in (one.q, one.pages, one.block_table, one.lengths))
+    given = q, *pages.chunk(2, 1), one.page_size, table, lengths
+    options = {"seed": seed, "splits": splits, "lookup": lookup, "backend": backend}
+    hazards = injected.run(
+        backend,
+        lambda: outputs.extend(decode_op.turbo4_decode(*given, **options)),
+        (decode_op, "Turbo4Decode", DECODE_FAULTS.get(fault, Turbo4Decode)),
+    )
+    o, lse = (x.cpu() for x in outputs)
+    scale = one.q.shape[2] ** -0.5
+    want = oracle.turbo4_decode(one.q, *one.caches, one.block_table, one.lengths, one.page_size, scale, seed)
+    apart = torch.where(want.lse == lse, 0.0, (want.lse - lse).abs())  # -inf is -inf
+    return Attended(o, lse, want, compare(o, want.o), float(apart.max()), hazards)
