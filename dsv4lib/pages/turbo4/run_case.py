@@ -163,3 +163,68 @@ def attend(
     want = oracle.turbo4_decode(one.q, *one.caches, one.block_table, one.lengths, one.page_size, scale, seed)
     apart = torch.where(want.lse == lse, 0.0, (want.lse - lse).abs())  # -inf is -inf
     return Attended(o, lse, want, compare(o, want.o), float(apart.max()), hazards)
+
+
+def error_of_torch(one: Case, want: torch.Tensor, seed: int) -> float:
+    """RMS error of torch's attention in the dtype of q over what the caches hold, requests with tokens alone.
+
+    Args:
+        one: the case. want: O of the oracle, fp64. seed: of the rotation.
+    """
+    errors, dim = [], one.q.shape[2]
+    for b, length in enumerate(one.lengths.tolist()):
+        if length > 0:
+            found = oracle.entries(one.pages, dim, one.page_size, one.block_table[b], length)
+            k, v = turbo4.decode(found, seed, torch.float32).to(one.q.dtype).chunk(2)
+            q = one.q[b].unflatten(0, (len(k), -1))
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten(0, 1)
+            errors.append((o.double() - want[b]).square().mean())
+    return float(torch.stack(errors).mean().sqrt())
+
+
+def error_over_torch(one: Case, found: Attended, seed: int) -> float:
+    """RMS error of O over that of torch's attention in the same dtype, requests with tokens alone."""
+    live = one.lengths > 0
+    ours = float((found.o[live].double() - found.want.o[live]).square().mean().sqrt())
+    return ours / error_of_torch(one, found.want.o, seed)
+
+
+def distributions(dim: int, seed: int, rows: int = 2048) -> dict[str, torch.Tensor]:
+    """Vectors [rows, D] in fp64 by name: normals, two large channels, heavy tails, a channel with a large mean."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normals() -> torch.Tensor:
+        return torch.randn(rows, dim, generator=generator, dtype=torch.float64)
+
+    large, mean = normals(), normals()
+    large[:, OUTLIERS] *= GAIN
+    mean[:, OUTLIERS[0]] += 8.0
+    tails = normals() / torch.stack([normals().square() for _ in range(3)]).mean(0).sqrt()  # Student t, 3 degrees
+    return {"normals": normals(), "two channels x 20": large, "one channel + 8": mean, "Student t, 3": tails}
+
+
+def decibels(x: torch.Tensor, back: torch.Tensor) -> float:
+    """Signal over error."""
+    return -10 * float(((back - x).square().sum() / x.square().sum()).log10())
+
+
+class Found(NamedTuple):
+    """An injected fault: its op, its name, what shows it, and whether the page's gates do."""
+
+    op: str
+    name: str
+    shown: str
+    seen: bool
+
+
+def faults(backend: str) -> list[Found]:
+    """Run every fault of both ops on a small case."""
+    found, indices = [], torch.tensor([9, -1, 30, 4, 11]).int()
+    for name in ENCODE_FAULTS:
+        stored = store(vectors(5, 2, 64, 1), 16, indices, backend, fault=name)
+        found.append(Found("turbo4_encode", name, f"{stored.differing} bytes differ", stored.differing > 0))
+    one = case([37, 100], 4, 2, 64, seed=3)
+    for name in DECODE_FAULTS:
+        ratio = error_over_torch(one, attend(one, backend, 3, fault=name), 3)
+        found.append(Found("turbo4_decode", name, f"error {ratio:.1f} times torch's", ratio > 2))
+    return found

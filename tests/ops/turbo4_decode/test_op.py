@@ -16,8 +16,7 @@ from dsv4lib.ops.turbo4_decode.faults import FAULTS
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
 from dsv4lib.ops.turbo4_decode.op import Call, choose_splits, turbo4_decode
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
-from dsv4lib.pages.turbo4.run_case import attend, case
-from dsv4lib.reference import turbo4_decode as oracle
+from dsv4lib.pages.turbo4.run_case import attend, case, error_over_torch
 from tests.budget import built, small
 from tests.cases import cases
 
@@ -134,22 +133,12 @@ def test_faults_are_seen(name):
     assert not result.record.passed
 
 
-def error_of_torch(one, seed):
-    """RMS error of torch's attention in bf16 over the dequantised cache, one request."""
-    found = oracle.entries(one.pages, one.q.shape[2], one.page_size, one.block_table[0], int(one.lengths[0]))
-    k, v = turbo4.decode(found, seed, BF16).chunk(2)
-    q = one.q[0].unflatten(0, (len(k), -1))
-    want = attend(one, "reference", seed).want.o[0].view(q.shape)
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    return float((o.double() - want).square().mean().sqrt())
-
-
 @pytest.mark.parametrize(("seed", "spread"), [(1, 8.0), (2, 60.0)])
 def test_large_logits(seed, spread):
     """Softmax of few tokens: no worse than torch in bf16, which rounds keys and values; 1 % for the last rounding."""
     one = case([90], 4, 1, 64, page_size=8, seed=seed, spread=spread)
     result = attend(one, "emulator", seed)
-    assert float((result.o.double() - result.want.o).square().mean().sqrt()) <= 1.01 * error_of_torch(one, seed)
+    assert error_over_torch(one, result, seed) <= 1.01
 
 
 def test_hard_values():
