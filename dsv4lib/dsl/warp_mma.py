@@ -20,11 +20,11 @@ def mma(a: list, b: list, rC: cute.Tensor, dtype: str = "bf16") -> None:
 
     Args:
         a: words of A, twice as many as of B.
-        b: words of B: 2 are k = 16 of "bf16" or k = 8 of "tf32"; 1 is k = 8 of "bf16".
+        b: words of B: 2 are k = 16 of "bf16" and "f16" or k = 8 of "tf32"; 1 is k = 8 of "bf16" and "f16".
         rC: [4] fp32.
-        dtype: of A and B, "bf16" or "tf32" (the low 13 bits of a word are ignored).
+        dtype: of A and B, "bf16", "f16" or "tf32" (the low 13 bits of a word are ignored).
     """
-    k = (8 if dtype == "bf16" else 4) * len(b)
+    k = (4 if dtype == "tf32" else 8) * len(b)
     given = [*a, *b, *(rC[r] for r in range(4))]
     words = [f"{{$r{i}}}" for i in range(len(given))]
     at_b, at_c = len(a), len(a) + len(b)

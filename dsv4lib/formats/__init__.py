@@ -11,6 +11,8 @@
 | `mxfp4`         | routed experts; indexer FP4; conversion to FP8     | E2M1        | E8M0 per 32                    |
 | `nvfp4`         | routed experts of the NVFP4 checkpoints            | E2M1        | E4M3 per 16, fp32 per tensor   |
 | `kv_entry`      | KV cache entry, 584 bytes, paged                   | E4M3 + bf16 | 7 UE8M0                        |
+| `turbo4`        | 4-bit KV cache: rotation, Lloyd-Max centroids      | 4 bit       | fp16 norm per vector           |
+| `kv_dtype`      | numbers and bytes of KV cache formats              | any of them |                                |
 | `indexer_key`   | indexer key, 132 or 68 bytes, paged                | E4M3 / E2M1 | fp32 / 4 E8M0                  |
 | `paged`         | page layout: all data, then all scales             |             |                                |
 | `scale_swizzle` | 128x4 scale-factor layout of block-scaled MMAs     |             |                                |
@@ -31,11 +33,13 @@ from dsv4lib.formats import (
     fp8_block,
     hadamard,
     indexer_key,
+    kv_dtype,
     kv_entry,
     mxfp4,
     nvfp4,
     paged,
     scale_swizzle,
+    turbo4,
     ue8m0,
     weight_modes,
 )
@@ -48,11 +52,13 @@ __all__ = [
     "fp8_block",
     "hadamard",
     "indexer_key",
+    "kv_dtype",
     "kv_entry",
     "mxfp4",
     "nvfp4",
     "paged",
     "scale_swizzle",
+    "turbo4",
     "ue8m0",
     "weight_modes",
 ]

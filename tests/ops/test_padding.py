@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dsv4lib.ops
-from dsv4lib.formats import indexer_key, kv_entry
+from dsv4lib.formats import indexer_key, kv_entry, turbo4
 from dsv4lib.ops.common.plans import Op
 from dsv4lib.ops.compressor.op import Batch, Pages, compressor
 from dsv4lib.ops.embedding.op import embedding
@@ -31,6 +31,9 @@ from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
 from dsv4lib.ops.quantize.op import quantize, quantize_indexer_keys, quantize_kv_entries
 from dsv4lib.ops.router.op import Hashed, router
 from dsv4lib.ops.topk.op import Paged, topk
+from dsv4lib.ops.turbo4_decode.op import turbo4_decode
+from dsv4lib.ops.turbo4_encode.op import turbo4_encode
+from dsv4lib.pages.turbo4.run_case import case as turbo4_case
 from tests.ops.compressor import cases as compressor_cases
 from tests.ops.router.test_op import FACTOR, TABLE, WEIGHT, E, K
 
@@ -414,6 +417,36 @@ def into_pages(backend, op, layout, dim):
         found.append(layout.allocate(3, 4).fill_(0xA5))
         op(given[0], found[-1], 4, given[1], backend=backend)
     return (found[::-1],)
+
+
+@covers("turbo4_encode", "indices")
+def vectors_into_pages(backend):
+    x, indices, found = normal(2, 3, 64).bfloat16(), torch.tensor([7, 2]).int(), []
+    for given in ((x, indices), (spread(x, NAN), spread(indices, *SLOTS))):
+        found.append(torch.full((3, 3, turbo4.layout(64).page_bytes(4)), 0xA5, dtype=torch.uint8))
+        turbo4_encode(given[0], found[-1], 4, given[1], backend=backend)
+    return (found[::-1],)
+
+
+def attend_to_4_bits(backend, splits):
+    """Requests of no length: their tables name no page, their queries are NaN."""
+    one = turbo4_case([20, 37], 4, 2, 64, page_size=16)
+    options = {"splits": splits, "backend": backend}
+    wanted = turbo4_decode(one.q, *one.caches, 16, one.block_table, one.lengths, **options)
+    out = torch.full((T, 4, 64), NAN).bfloat16(), torch.full((T, 4), NAN)
+    given = spread(one.q, NAN), *one.caches, 16, spread(one.block_table, NOWHERE), spread(one.lengths, *LENGTHS)
+    turbo4_decode(*given, **options, out=out)
+    return (out[0], spread(wanted.o, 0.0)), (out[1], spread(wanted.lse, -float("inf")))
+
+
+@covers("turbo4_decode", "lengths")
+def attention_to_4_bits(backend):
+    return attend_to_4_bits(backend, 1)
+
+
+@covers("turbo4_decode", "lengths")
+def attention_to_4_bits_in_splits(backend):
+    return attend_to_4_bits(backend, 2)
 
 
 @covers("embedding", "tokens")

@@ -1,0 +1,216 @@
+"""Attend to a paged turbo4 cache, as a torch op.
+
+`turbo4_decode` calls `torch.ops.dsv4.turbo4_decode`, which writes in place: one launch, or two where tokens are split;
+no value of a tensor is read by the host. The oracle is `dsv4lib.reference.turbo4_decode`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.common import compile_cache, launching, plans
+from dsv4lib.ops.common.schema import op
+from dsv4lib.ops.common.typed import typed
+from dsv4lib.ops.turbo4_decode import arguments
+from dsv4lib.ops.turbo4_decode.config import BLOCK, MOST_GROUP, ROWS, TABLES, TILE
+from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
+from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
+from dsv4lib.ops.turbo4_encode.kernel import HEAD_DIMS
+from dsv4lib.ops.turbo4_encode.op import DTYPES, MAX_SEED, check_pages
+
+SM_COUNT = 132  # where there is no GPU
+CTAS_AN_SM = 3  # at least, before tokens are split no further
+LEAST_TILES = 8  # of a split
+MOST_SPLITS = 128
+
+
+class Attention(NamedTuple):
+    """Output of an attention.
+
+    Attributes:
+        o: [B, H, D], the dtype of q. lse: fp32 [B, H], natural logarithm of the sum of exponentials.
+    """
+
+    o: Tensor
+    lse: Tensor
+
+
+@typed
+def turbo4_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_size: int,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    seed: int = 0,
+    splits: int = 0,
+    lookup: str = "registers",
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> Attention:
+    """Attend with one query token a request to keys and values of 4 bits.
+
+    Args:
+        q: bf16 or fp16 [B, H, D], D 64, 128, 256 or 512, not rotated, rows on 16 bytes.
+        k_pages, v_pages: uint8 [P, H / group, bytes] as `turbo4_encode` writes them, group 1 to 128; may be the same
+            memory (a latent that is K and V), or heads of one cache.
+        page_size: entries of a page, a multiple of 8.
+        block_table: int32 [B, W], pages of a request; read as far as its length.
+        lengths: int32 [B], entries of a request; 0 or less: O is 0 and the LSE -inf, nothing else is read; more than
+            W * page_size: that many.
+        scale: of logits; None: D^-0.5.
+        seed: of the signs, as in `turbo4_encode`.
+        splits: of the tokens, combined by a second launch; 0: chosen from the shapes.
+        lookup: where centroids are looked up, "registers" or "shared"; the results are the same.
+        out: o and lse to write into; None: new ones.
+        backend: "native", "emulator", "reference", or "auto": native, else emulator.
+
+    Returns:
+        o and lse.
+
+    Raises:
+        ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
+        BackendUnavailable: the back end cannot run here.
+    """
+    if q.dim() != 3:
+        raise ArgumentError("q.shape", tuple(q.shape), "[B, H, D]")
+    if out is None:
+        out = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    Call.op(q, k_pages, v_pages, page_size, block_table, lengths, scale, seed, splits, lookup, out, backend)
+    return Attention(*out)
+
+
+def choose_splits(units: int, tiles: int, sms: int) -> int:
+    """Choose how many CTAs share the tokens of a request: enough for `CTAS_AN_SM` on every SM.
+
+    Args:
+        units: CTAs without splitting. tiles: of 32 tokens, of the longest request that fits the block table.
+        sms: of the GPU.
+    """
+    most = max(1, min(tiles // LEAST_TILES, MOST_SPLITS))
+    return max(1, min(most, -(-CTAS_AN_SM * sms // units)))
+
+
+@op("turbo4_decode", mutates=("out",))
+class Call(NamedTuple):
+    """A call of `turbo4_decode`."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_size: int
+    block_table: Tensor
+    lengths: Tensor
+    scale: float
+    seed: int
+    splits: int
+    lookup: str
+    out: tuple[Tensor, Tensor]
+    backend: str
+
+    def check(self) -> None:
+        """Check types, shapes, devices and numbers."""
+        q = self.q
+        if q.dtype not in DTYPES:
+            raise ArgumentError("q.dtype", q.dtype, "bfloat16 or float16")
+        if q.dim() != 3 or q.shape[2] not in HEAD_DIMS or not q.shape[1]:
+            allowed = f"[B, H, D], H at least 1 and D one of {', '.join(map(str, HEAD_DIMS))}"
+            raise ArgumentError("q.shape", tuple(q.shape), allowed)
+        batch, heads, dim = q.shape
+        i32 = torch.int32
+        launching.check(
+            {
+                "q": (q, q.dtype, (batch, heads, dim)),
+                "k_pages": (self.k_pages, torch.uint8, (None, None, None)),
+                "v_pages": (self.v_pages, torch.uint8, (None, self.k_pages.shape[1:2].numel(), None)),
+                "block_table": (self.block_table, i32, (batch, None)),
+                "lengths": (self.lengths, i32, (batch,)),
+                "out[0]": (self.out[0], q.dtype, (batch, heads, dim)),
+                "out[1]": (self.out[1], torch.float32, (batch, heads)),
+            }
+        )
+        kv_heads = self.k_pages.shape[1]
+        if not kv_heads or heads % kv_heads or heads // kv_heads > MOST_GROUP:
+            raise ArgumentError("k_pages.shape", tuple(self.k_pages.shape), f"heads that divide the {heads} of q")
+        if self.page_size % BLOCK:
+            raise ArgumentError("page_size", self.page_size, f"a multiple of {BLOCK}")
+        for name, pages in (("k_pages", self.k_pages), ("v_pages", self.v_pages)):
+            check_pages(name, pages, self.page_size, kv_heads, dim)
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """Check scale, seed, splits and lookup."""
+        if not math.isfinite(self.scale):
+            raise ArgumentError("scale", self.scale, "a finite number")
+        if not 0 <= self.seed < MAX_SEED:
+            raise ArgumentError("seed", self.seed, "0 to 2^31 - 1")
+        if not 0 <= self.splits <= MOST_SPLITS:
+            raise ArgumentError("splits", self.splits, f"0 to {MOST_SPLITS}")
+        if self.lookup not in TABLES:
+            raise ArgumentError("lookup", self.lookup, " or ".join(TABLES))
+
+    def check_values(self) -> None:
+        """Check that tables name pages as far as lengths reach."""
+        pages, width = min(len(self.k_pages), len(self.v_pages)), self.block_table.shape[1]
+        reached = torch.arange(width) * self.page_size < self.lengths.clamp(max=width * self.page_size)[:, None]
+        wrong = self.block_table[reached & ((self.block_table < 0) | (self.block_table >= pages))]
+        if wrong.numel():
+            raise ArgumentError("block_table", wrong.tolist()[:8], f"0..{pages - 1} as far as lengths reach")
+
+    def run(self, backend: str) -> None:
+        """Launch the kernels, or ask the oracle."""
+        q, (o, lse) = self.q, self.out
+        if len(q) == 0:
+            return
+        capacity = self.block_table.shape[1] * self.page_size
+        if capacity == 0 or 0 in (len(self.k_pages), len(self.v_pages)):
+            o.zero_()
+            lse.fill_(-math.inf)
+            return
+        if backend == "reference":
+            self._reference(capacity)
+            return
+        kv_heads, sms = self.k_pages.shape[1], launching.sm_count(q.device) if backend == "native" else SM_COUNT
+        group = q.shape[1] // kv_heads
+        units = len(q) * kv_heads * -(-group // ROWS)
+        splits = self.splits or choose_splits(units, -(-capacity // TILE), sms)
+        ends = {"dtype": DTYPES[q.dtype], "head_dim": q.shape[2]}
+        settings = {**ends, "group": group, "page_size": self.page_size, "split": splits > 1, "table": self.lookup}
+        wanted = (o, lse) if splits == 1 else self._partial(splits)
+        self._launch(backend, Turbo4Decode, settings, *wanted, splits)
+        if splits > 1:
+            kernel, code = _code(backend, Turbo4Combine, ends, arguments.fake_combine_args)
+            given = kernel, wanted, o, lse, self.seed, launching.stream(backend, q)
+            launching.enqueue(backend, code, arguments.combine_args(*given))
+
+    def _launch(self, backend: str, kernel_type: type, settings: dict[str, Any], o: Any, lse: Any, splits: int) -> None:
+        kernel, code = _code(backend, kernel_type, settings, arguments.fake_args)
+        stream = launching.stream(backend, self.q)
+        launching.enqueue(backend, code, arguments.launch_args(kernel, self, o, lse, splits, stream))
+
+    def _partial(self, splits: int) -> tuple[Tensor, Tensor]:
+        """Lay o [splits, B, H, D] and lse [splits, B, H] out in memory of the plan."""
+        (batch, heads, dim), room = self.q.shape, splits * self.q.numel()
+        space = plans.scratch(room + splits * batch * heads, dtype=torch.float32, like=self.q)
+        return space[:room].view(splits, batch, heads, dim), space[room:].view(splits, batch, heads)
+
+    def _reference(self, capacity: int) -> None:
+        """Ask the oracle."""
+        given = self.q, self.k_pages, self.v_pages, self.block_table, self.lengths.clamp(max=capacity)
+        found = backends.oracle("turbo4_decode").turbo4_decode(*given, self.page_size, self.scale, self.seed)
+        for out, one in zip(self.out, found, strict=True):
+            out.copy_(one)
+
+
+def _code(backend: str, kernel_type: type, settings: dict[str, Any], fake_args: Any) -> tuple[Any, Any]:
+    return compile_cache.default().get(kernel_type, settings, fake_args, launching.arch(backend))

@@ -1,0 +1,1 @@
+"""What the notebook of the 4-bit KV cache calls."""

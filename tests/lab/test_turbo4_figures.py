@@ -1,0 +1,58 @@
+"""The page on the 4-bit KV cache: its figures and tables, each fault, and the reader's solution."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from dsv4lib import env
+from dsv4lib.formats import turbo4
+from dsv4lib.pages.turbo4 import figures, run_case
+from dsv4lib.viz.style import alt_text
+from tests.cases import cases
+
+
+def test_figures_say_what_they_show(capsys):
+    assert all(alt_text(figures.bytes_of(dim, page)) for dim in (64, 128) for page in (False, True))
+    figure, found = figures.rotation_errors(128, 1)
+    assert alt_text(figure) and alt_text(figures.coordinates(128, 1))
+    assert all(rotated > 20 for rotated, _ in found.values())
+    assert found["two channels x 20"][1] < 6 < found["Student t, 3"][1] < 12 < 20 < found["normals"][1]
+    figure, over_fp8 = figures.sizes()
+    assert alt_text(figure) and over_fp8 == 66 / 128
+
+
+def test_tables(capsys):
+    errors = figures.variants(128, 1)
+    assert errors["4 bits (turbo4)"] < errors["3 bits"] < errors["3 bits and QJL (legacy)"]
+    figures.lookups()
+    figures.claims()
+    shown = capsys.readouterr().out
+    values = re.findall(r"(-?\d\.\d{6})\s+(-?\d\.\d{6})", shown)
+    assert len(values) == 6 and all(float(a) == pytest.approx(float(b), rel=2e-4) for a, b in values)
+
+
+@pytest.mark.parametrize("backend", cases(full=["emulator"]))
+def test_every_fault_is_seen(backend, capsys):
+    found = run_case.faults(backend)
+    assert len(found) == 9 and all(one.seen for one in found) and figures.faults_table(found) == 0
+    assert figures.faults_table([found[0]._replace(seen=False)]) == 1
+
+
+def test_without_a_fault_nothing_is_seen():
+    indices = torch.tensor([9, -1, 30, 4, 11]).int()
+    assert run_case.store(run_case.vectors(5, 2, 64, 1), 16, indices, "reference").differing == 0
+    one = run_case.case([37, 100], 4, 2, 64, seed=3)
+    assert run_case.error_over_torch(one, run_case.attend(one, "reference", 3), 3) < 1
+
+
+def test_the_folded_solution_is_right():
+    cells = json.loads((env.root() / "notebooks" / "86_turbo4.ipynb").read_text())["cells"]
+    turn = "".join(next(cell["source"] for cell in cells if cell["id"] == "turn"))
+    names = {"turbo4": turbo4, "torch": torch}
+    exec(re.search(r"<details>.*```python\n(.*?)```", turn, re.S).group(1), names)
+    x, own = run_case.distributions(128, 3)["normals"], turbo4.centroids(128)
+    lost = [names["lost"](x, table) for table in (own, turbo4.e4m3_centroids(128), 0.72 * own)]
+    assert lost[0] == pytest.approx(0.0093, rel=0.03)
+    assert lost[1] / lost[0] == pytest.approx(1.03, abs=0.01) and lost[2] / lost[0] == pytest.approx(9.3, abs=0.2)
