@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import fp8_block, hadamard, indexer_key, kv_entry, mxfp4, nvfp4, weight_modes
+from dsv4lib.formats import fp8_block, hadamard, indexer_key, kv_entry, mxfp4, nvfp4, turbo4, weight_modes
 from dsv4lib.loader import names
 from dsv4lib.reference import compressor, topk
 from dsv4lib.reference.model import ReferenceModel
@@ -86,6 +86,13 @@ def _kv_nvfp4(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((nope, _kv_bf16(x[..., kv_entry.NOPE :])), -1)
 
 
+def _kv_turbo4(kind: turbo4.Latent) -> Callable[[torch.Tensor], torch.Tensor]:
+    def codec(x: torch.Tensor) -> torch.Tensor:
+        return turbo4.decode_latent(turbo4.encode_latent(x, kind), kind, dtype=x.dtype)
+
+    return codec
+
+
 def _index_fp8(x: torch.Tensor) -> torch.Tensor:
     return indexer_key.decode_fp8(*indexer_key.encode_fp8(hadamard.transform(x)))
 
@@ -105,6 +112,8 @@ VARIANTS = (
     Variant("kv bf16", "kv", kv=_kv_bf16),
     Variant("kv fp8, 584 bytes", "kv", kv=kv_entry.fake_quantize),
     Variant("kv nvfp4", "kv", kv=_kv_nvfp4),
+    Variant("kv turbo4, 354 bytes", "kv", kv=_kv_turbo4(turbo4.Latent.MIXED)),
+    Variant("kv turbo4, 258 bytes", "kv", kv=_kv_turbo4(turbo4.Latent.ROTATED)),
     Variant("indexer fp8", "indexer", index=_index_fp8),
     Variant("indexer fp4", "indexer", index=_index_fp4),
     Variant("select none", "selection", select="none"),

@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
     Attributes:
         row, column: g and t of the lane. slice: which 128 dims. number: of the token group.
-        table: row of the block table. pair_column: of the lane, in the table of pairs in SMEM.
+        table: row of the block table. pairs: address of the table of pairs in SMEM.
         query: address of the lane's dims of q' of head g in SMEM. exchange: of this token group's S in SMEM.
     """
 
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     slice: Int32
     number: Int32
     table: cute.Tensor
-    pair_column: Int32
+    pairs: Int32
     query: Int32
     exchange: Int32
 
@@ -140,7 +140,7 @@ class Attend(Config):
     def words_of(self, codes: Int32, place: Place) -> list:
         """Convert 8 codes to 4 words."""
         if self.table == "shared":
-            return dequant.by_shared_table(codes, place.pair_column)
+            return dequant.by_shared_table(codes, place.pairs, 4 * cute.arch.lane_idx())
         return dequant.by_registers(codes, self.words)
 
     def scores(self, place: Place, tile: Tile, rS: cute.Tensor) -> None:

@@ -4,7 +4,8 @@ Word i of the result has the codes of byte i, low nibble first. Centroids are od
 enough: their low bytes are two registers, their high bytes two more, and `prmt` looks four codes up at once.
 
     registers   magnitude and sign of a code (5), shifts (2), 4 lookups, 4 of signs, 4 words put together: 19 a word
-    shared      256 pairs by byte, a column of its own for each lane (no bank conflict, 32 KB): 3 for two codes
+    shared      256 pairs by byte, a column of its own for each lane (no bank conflict, 32 KB): 3 for two codes,
+                one of them the load
 
 Magnitudes are rounded to 11 significant bits. They are multiplied by a gain before, one that makes all of them round
 well, which the caller takes out of its scale. bf16, with 8 bits, would cost more than rounding O.
@@ -86,11 +87,15 @@ def by_registers(codes: Int32, table: tuple[int, int, int, int]) -> list:
 
 
 @dsl_user_op
-def load_pair(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Load a word of the table in shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address], loc=loc, ip=ip
-    )
+def load_pair(base: Int32, pair: Int32, column: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Load a word of the table in shared memory; ``pair``: of codes, in bits 7 to 14, others are ignored.
+
+    Mask and column are one instruction; the assembler knows the base and puts it into the load.
+    """
+    text = f"""{{ .reg .b32 at; lop3.b32 at, {{$r1}}, {0xFF << 7}, {{$r2}}, 0xEA;
+        add.s32 at, at, {{$r0}}; ld.shared.b32 {{$w0}}, [at]; }}"""
+    args = [base, pair, column]
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=args, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -99,12 +104,17 @@ def store_pair(address: Int32, value: Int32, *, loc: Any = None, ip: Any = None)
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, value], loc=loc, ip=ip)
 
 
-def by_shared_table(codes: Int32, column: Int32) -> list:
-    """Convert 8 codes to 4 words; ``column``: address of this lane's words, 128 bytes from pair to pair."""
+def by_shared_table(codes: Int32, base: Int32, column: Int32) -> list:
+    """Convert 8 codes to 4 words.
+
+    Args:
+        codes: of 8 dims.
+        base: address of the table, 128 bytes for each pair of codes. column: byte of this lane's word in them.
+    """
     found = []
     for i in range(4):
         at = codes << 7 if i == 0 else shifted(codes, 8 * i - 7)
-        found.append(load_pair(column + (at & Int32(0xFF << 7))))
+        found.append(load_pair(base, at, column))
     return found
 
 

@@ -185,7 +185,7 @@ class Turbo4Decode(attend.Attend):
         step = TILE * self.token_groups
         begin = first + TILE * number
         exchange = shared.sS.iterator.toint() + number * (2 * self.dim_warps * WARP * 32 * self.halves)
-        pairs = shared.sO.iterator.toint() + 4 * lane
+        pairs = shared.sO.iterator.toint()
         part = (warp % self.dim_warps) * self.slice + lane % 4 * (self.slice // 4)
         query = shared.sQ.iterator.toint() + 2 * (lane // 4 * self.q_stride + part)
         place = Place(lane // 4, lane % 4, warp % self.dim_warps, number, mTable, pairs, query, exchange)
@@ -254,8 +254,9 @@ class Turbo4Decode(attend.Attend):
         return hadamard.rotate(flip(x, lane.signs), lane.number, self.head_dim)
 
     @cute.jit
-    def write_pairs(self, column: Int32):
+    def write_pairs(self, pairs: Int32):
         """Write this lane's column of the table of pairs, a quarter of the pairs a warp."""
+        column = pairs + 4 * cute.arch.lane_idx()
         for pair in cutlass.range(cute.arch.warp_idx(), dequant.PAIRS, WARPS, unroll=1):
             words = dequant.by_registers(pair, self.words)
             dequant.store_pair(column + 4 * WARP * pair, words[0])

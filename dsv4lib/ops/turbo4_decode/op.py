@@ -18,16 +18,17 @@ from dsv4lib.ops.common import compile_cache, launching, plans
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.turbo4_decode import arguments
-from dsv4lib.ops.turbo4_decode.config import BLOCK, MOST_GROUP, ROWS, TABLES, TILE
+from dsv4lib.ops.turbo4_decode.config import BLOCK, MOST_GROUP, ROWS, SLICE, TABLES, TILE, WARPS
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
 from dsv4lib.ops.turbo4_encode.kernel import HEAD_DIMS
 from dsv4lib.ops.turbo4_encode.op import DTYPES, MAX_SEED, check_pages
 
 SM_COUNT = 132  # where there is no GPU
-CTAS_AN_SM = 3  # at least, before tokens are split no further
-LEAST_TILES = 8  # of a split
+CTAS_AN_SM = 2  # that run at once
 MOST_SPLITS = 128
+NEAR = 1.05  # of the best time
+COMBINE, EACH = 2.0, 1 / 16  # steps that a second launch takes: not measured
 
 
 class Attention(NamedTuple):
@@ -90,15 +91,30 @@ def turbo4_decode(
     return Attention(*out)
 
 
-def choose_splits(units: int, tiles: int, sms: int) -> int:
-    """Choose how many CTAs share the tokens of a request: enough for `CTAS_AN_SM` on every SM.
+def step_of(dim: int) -> int:
+    """Tokens of a CTA at a time: a tile for each warp, or each group of warps that share dims."""
+    return TILE * WARPS * min(dim, SLICE) // dim
+
+
+def choose_splits(units: int, steps: int, slots: int) -> int:
+    """Choose how many CTAs share the tokens of a request, by the time that this takes in steps of a CTA.
+
+        time(s) = ceil(units s / slots) ceil(steps / s) + [s > 1] (COMBINE + EACH s)
+
+    It is the smallest s within a factor `NEAR` of the best.
 
     Args:
-        units: CTAs without splitting. tiles: of 32 tokens, of the longest request that fits the block table.
-        sms: of the GPU.
+        units: CTAs without splitting. steps: of a CTA, each a tile a warp, of the longest request of the block table.
+        slots: CTAs that run at once.
     """
-    most = max(1, min(tiles // LEAST_TILES, MOST_SPLITS))
-    return max(1, min(most, -(-CTAS_AN_SM * sms // units)))
+
+    def time(splits: int) -> float:
+        combine = COMBINE + EACH * splits if splits > 1 else 0.0
+        return -(-units * splits // slots) * -(-steps // splits) + combine
+
+    choices = range(1, max(1, min(steps, MOST_SPLITS)) + 1)
+    best = min(map(time, choices))
+    return next(one for one in choices if time(one) <= NEAR * best)
 
 
 @op("turbo4_decode", mutates=("out",))
@@ -183,7 +199,7 @@ class Call(NamedTuple):
         kv_heads, sms = self.k_pages.shape[1], launching.sm_count(q.device) if backend == "native" else SM_COUNT
         group = q.shape[1] // kv_heads
         units = len(q) * kv_heads * -(-group // ROWS)
-        splits = self.splits or choose_splits(units, -(-capacity // TILE), sms)
+        splits = self.splits or choose_splits(units, -(-capacity // step_of(q.shape[2])), CTAS_AN_SM * sms)
         ends = {"dtype": DTYPES[q.dtype], "head_dim": q.shape[2]}
         settings = {**ends, "group": group, "page_size": self.page_size, "split": splits > 1, "table": self.lookup}
         wanted = (o, lse) if splits == 1 else self._partial(splits)

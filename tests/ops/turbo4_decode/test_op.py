@@ -12,9 +12,10 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import turbo4
 from dsv4lib.ops.turbo4_decode import bench, dequant
 from dsv4lib.ops.turbo4_decode.arguments import combine_args, fake_args, fake_combine_args, launch_args
+from dsv4lib.ops.turbo4_decode.config import TILE
 from dsv4lib.ops.turbo4_decode.faults import FAULTS
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
-from dsv4lib.ops.turbo4_decode.op import Call, choose_splits, turbo4_decode
+from dsv4lib.ops.turbo4_decode.op import CTAS_AN_SM, Call, choose_splits, step_of, turbo4_decode
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
 from dsv4lib.pages.turbo4.run_case import attend, case, error_over_torch
 from tests.budget import built, small
@@ -201,10 +202,19 @@ def test_levels():
 
 
 @pytest.mark.parametrize(
-    ("units", "tiles", "wanted"), [(256, 256, 2), (1, 4, 1), (8, 256, 32), (4096, 256, 1), (1, 100_000, 128)]
+    ("units", "steps", "wanted"),
+    [(256, 64, 1), (1, 1, 1), (8, 64, 32), (4096, 64, 1), (200, 64, 5), (1, 100_000, 122), (265, 64, 13)],
 )
-def test_splits(units, tiles, wanted):
-    assert choose_splits(units, tiles, 132) == wanted
+def test_splits(units, steps, wanted):
+    """Of 264 CTAs at once: one split where they fill the GPU, more where most of it would wait."""
+    assert choose_splits(units, steps, 264) == wanted
+
+
+def test_steps():
+    assert [step_of(dim) for dim in (64, 128, 256, 512)] == [128, 128, 64, 32]
+    for dim in (64, 256, 512):
+        config = Turbo4Decode(head_dim=dim)
+        assert step_of(dim) == TILE * config.token_groups and config.ctas == CTAS_AN_SM
 
 
 def test_bench_rows_take_their_providers_and_refuse_a_wrong_head(monkeypatch):
