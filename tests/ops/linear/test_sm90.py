@@ -69,7 +69,7 @@ def test_fp32_scales(scales):
     assert run(options, made).findings() == set()
 
 
-@pytest.mark.parametrize("groups_m", [1, 2])
+@pytest.mark.parametrize("groups_m", cases(2, full=[1]))
 @pytest.mark.parametrize("tile_n", TILES_N)
 def test_nothing_is_spilled(tile_n, groups_m):
     """A spill would also have ptxas wait for every MMA by itself."""
