@@ -3,9 +3,14 @@
 | mode        | weights              | activations | on           | GEMMs                                        |
 |-------------|----------------------|-------------|--------------|----------------------------------------------|
 | see `FORMS` | see `weight_modes`   | MXFP8, ..   | Blackwell    | `moe_gemm`, or `linear` of a single expert   |
-| `mxfp4`     | MXFP4, tiled         | MXFP8, many tokens bf16 | Hopper | `moe_gemm`                             |
+| `mxfp4`     | MXFP4, tiled         | MXFP8       | Hopper       | `moe_gemm`                                   |
+| mxfp4_mixed | MXFP4, tiled         | see below   | Hopper       | `moe_gemm`                                   |
 | `w4a16`     | MXFP4, tiled         | bf16        | Hopper       | `moe_gemm`                                   |
 | `fp8_block` | FP8 128 x 128        | FP8 1 x 128 | Hopper       | `linear`, of a single expert (`Fp8Expert`)   |
+
+In mode `mxfp4_mixed` activations are MXFP8 as in `mxfp4`, but bf16 in a call that gives an expert more than 20 tokens
+on average: prefill is faster (`ops.moe_gemm.sm90.op.many`). A token's numbers then depend on how many there are beside
+it: chunks, batches and prefix hits change logits. In mode `w4a16` they change last bits.
 
 Source: DSV4's released code; the modes of Blackwell are those of `dsv4lib.formats.weight_modes`.
 """
@@ -25,7 +30,7 @@ from dsv4lib.ops.linear.op import linear
 from dsv4lib.ops.moe_gemm.arguments import BLOCK_ROWS
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
 from dsv4lib.ops.moe_gemm.sm90.config import ROW_STEP
-from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
+from dsv4lib.ops.moe_gemm.sm90.layout import LARGEST_BF16, largest_scale, tiled_shape
 from dsv4lib.ops.moe_gemm.sm90.op import many
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.swiglu_quant.op import swiglu_quant
@@ -39,7 +44,8 @@ FORMS = {
     "bf16": ("bf16", "bf16"),
     "ue8m0_naive": ("w4a8", "mxfp8"),
 }
-HOPPER_FORMS = {"mxfp4": ("w4a8", "mxfp8"), "w4a16": ("w4a16", "bf16")}  # of routed experts
+MIXED = "mxfp4_mixed"
+HOPPER_FORMS = {"mxfp4": ("w4a8", "mxfp8"), MIXED: ("w4a8", "mxfp8"), "w4a16": ("w4a16", "bf16")}  # of routed experts
 FP8_BLOCK = "fp8_block"  # of a Hopper's shared expert
 FP8_RECIPES = "fp8", "mxfp8"  # that a launch before the layer can quantise its input by
 PLANE_K = 128  # scales of 4 blocks of 32 fill a 128x4 block: the next plane's begin a new one
@@ -108,7 +114,7 @@ class ExpertStack(torch.nn.Module):
             argument = "precision" if name == "experts" else "shared_precision"
             raise ArgumentError(argument, precision, f"one of {', '.join(forms)} on {arch}")
         self.precision, (self.product, self.recipe) = precision, forms[precision]
-        self.tiled = arch == HOPPER
+        self.mixed = precision == MIXED
         self.align = ROW_STEP if arch == HOPPER else BLOCK_ROWS
         check_these = _check_tiled if arch == HOPPER else _check_experts
         count, width = check_these(name, experts, self.product, hidden)
@@ -120,6 +126,9 @@ class ExpertStack(torch.nn.Module):
             first, second = first * x_scale, second * h_scales
         for part, weights in (("first", experts.first), ("second", experts.second)):
             codes, scales = weights.operand()
+            if self.mixed and (byte := largest_scale(codes, self.product)) > LARGEST_BF16:
+                allowed = f"scales up to the E8M0 byte {LARGEST_BF16} in mode {MIXED}: bf16 holds no larger ones"
+                raise ArgumentError(f"{name}.{part}.planes[0][0]", f"a scale of byte {byte}", allowed)
             self.register_buffer(f"{part}_codes", codes)
             self.register_buffer(f"{part}_scales", scales)
         self.register_buffer("alpha_gate", first[:, 0].contiguous())
@@ -149,8 +158,7 @@ class ExpertStack(torch.nn.Module):
         """
 
         expected = -(-len(x) * k // self.count)
-        # On a Hopper many tokens an expert stay bf16, beside the same weights: `ops.moe_gemm.sm90`.
-        bf16 = self.tiled and self.product == "w4a8" and quantised is None and many(expected)
+        bf16 = self.mixed and quantised is None and many(expected)
         recipe = "bf16" if bf16 else self.recipe
 
         def product(given: Operand, w: Operand, **options: Any) -> Operand:

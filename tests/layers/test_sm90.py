@@ -16,6 +16,7 @@ from dsv4lib.loader.convert import save
 from dsv4lib.loader.model import model_bytes, transformer
 from dsv4lib.loader.whole import Listed
 from dsv4lib.ops.moe_gemm.op import Operand
+from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
 from dsv4lib.ops.moe_gemm.sm90.op import many
 from dsv4lib.ops.rmsnorm.op import rmsnorm
 from dsv4lib.pages.full_model.run_case import oracle
@@ -125,7 +126,7 @@ def test_many_tokens_an_expert_stay_bf16(listed, monkeypatch):
         assert many(tokens * SWA.experts_per_token // SWA.n_experts) == (not quantised)
         x, found = torch.randn(tokens, SWA.hidden, generator=generator).bfloat16(), {}
         for backend in ("emulator", "reference"):
-            layer = transformer(listed, backend=backend, arch=ARCH).layers[0].ffn
+            layer = transformer(listed, experts="mxfp4_mixed", backend=backend, arch=ARCH).layers[0].ffn
             layer.shared = None
             casts.clear()
             with backends.emulating(ARCH):
@@ -133,6 +134,33 @@ def test_many_tokens_an_expert_stay_bf16(listed, monkeypatch):
             assert bool(casts) == quantised
         difference = found["emulator"] - found["reference"]
         assert difference.norm() < 2.0**-7 * found["reference"].norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_chunks_of_experts_change_no_bit(listed, backend):
+    """In the default mode, across the number of tokens from which "mxfp4_mixed" keeps them in bf16."""
+    layer = transformer(listed, backend=backend, arch=ARCH).layers[0].ffn
+    layer.shared = None
+    x = torch.randn(36, SWA.hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with backends.emulating(ARCH):
+        whole, chunks = layer(x), torch.cat([layer(one) for one in x.split(12)])
+    assert many(-(-36 * SWA.experts_per_token // SWA.n_experts))
+    assert torch.equal(whole, chunks) and whole.any()
+
+
+def test_weights_that_bf16_does_not_hold_are_refused(listed):
+    """By mode "mxfp4_mixed" alone: E4M3 and a scale of its own in fp32 hold them."""
+    stack = transformer(listed, backend="reference", arch=ARCH).layers[0].ffn.experts
+    codes = [stack.first_codes.clone(), stack.second_codes]
+    alphas = torch.stack((stack.alpha_gate, stack.alpha_up), 1), stack.alpha_down[:, None]
+    _, _, step = tiled_shape(tuple(codes[0].shape), "w4a8")
+    codes[0][1, 0, 0, 64 * step // 2] = 149 + 6  # a scale is stored as its byte + 6
+    given = experts.Experts(*(experts.Weights(((c, None),), a) for c, a in zip(codes, alphas, strict=True)))
+    experts.ExpertStack("experts", given, "mxfp4", SWA.hidden, ARCH)
+    with pytest.raises(ArgumentError, match="byte 149") as caught:
+        experts.ExpertStack("experts", given, "mxfp4_mixed", SWA.hidden, ARCH)
+    assert caught.value.name == "experts.first.planes[0][0]"
 
 
 @torch.no_grad()

@@ -156,7 +156,7 @@ def test_a_state_travels(tmp_path):
     [
         (True, {}, "arch='sm_90a'.*nvfp4 experts"),
         (True, {"precision": "nvfp4"}, "precision='nvfp4'.*sm_90a"),
-        (False, {"precision": "bf16"}, "precision='bf16'.*mxfp4, w4a16 on sm_90a"),
+        (False, {"precision": "bf16"}, "precision='bf16'.*mxfp4, mxfp4_mixed, w4a16 on sm_90a"),
         (False, {"shared_precision": "bf16"}, "shared_precision='bf16'.*fp8_block on sm_90a"),
     ],
 )

@@ -55,7 +55,7 @@ def rows() -> list[Row]:
 
 
 def _bf16(mode: str, tokens: int) -> bool:
-    """Tell whether tokens stay bf16: many of them do, as `layers.experts` has it."""
+    """Tell whether tokens stay bf16: a chunk of prefill does, as mode "mxfp4_mixed" of `layers.experts` has it."""
     return mode == "w4a16" or tokens == inputs.PREFILL
 
 

@@ -10,7 +10,7 @@ sizes of groups may change between replays. A single group of all rows is `dsv4l
 Weights say which kernel runs: [E, N, K] that of Blackwell, tiled ones (`sm90.tile_weights`) that of Hopper.
 
 Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernels `dsv4lib.ops.moe_gemm.sm100` and
-`dsv4lib.ops.moe_gemm.sm90.kernel`.
+`dsv4lib.ops.moe_gemm.sm90.kernel` and `sm90.wide.kernel`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def moe_gemm(
             `sm90.tile_weights` makes of such weights in MXFP4, without scales.
         offsets: int32 [E], first row of each group, a multiple of 128, of 8 where w is tiled.
         counts: int32 [E], its rows, 0 or more.
-        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a8" or "w4a16" (bf16 x).
+        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a16" (bf16 x), or "w4a8", whose x is
+            MXFP8, or bf16 without scales (`sm90.op`).
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
         routing: fp32 [R], with ``swiglu``: weight of each row.
         out_format: "bf16", "fp32", or with ``swiglu`` "nvfp4" or "mxfp8".

@@ -123,6 +123,15 @@ def call(**changes):
     ("name", "changes"),
     [
         ("mode", {"mode": "nvfp4"}),
+        ("x", {"x": Operand(torch.zeros(256, 128)), "mode": "w4a8"}),
+        (
+            "x",
+            {
+                "x": Operand(torch.zeros(256, 128).half()),
+                "mode": "w4a16",
+                "w": Operand(torch.zeros(2, 1, 1, 4368).byte()),
+            },
+        ),
         ("out_format", {"out_format": "nvfp4", "swiglu": True}),
         ("out_global", {"out_global": torch.ones(2)}),
         ("w.scales", {"w": Operand(torch.zeros(2, 1, 1, 4352, dtype=torch.uint8), torch.zeros(4))}),

@@ -74,6 +74,9 @@ FORMS = {
 }
 
 
+LARGEST_BF16 = FORMS["w4a16"].bytes[1]  # E8M0 byte of a scale that a weight in bf16 can have
+
+
 def tile_bytes(mode: str, step_k: int) -> int:
     """Return the bytes of a tile of 64 rows x ``step_k``: codes, scales, padding."""
     return TILE_M * step_k // 2 + TILE_M * step_k // BLOCK + FORMS[mode].pad
@@ -112,7 +115,8 @@ def tile_weights(codes: Tensor, scales: Tensor, mode: str = "w4a8") -> Tensor:
         codes: [E, N, K / 2] of one byte, the even k in the low nibble; N a multiple of 64, K of 128. For a first GEMM
             rows are gate and up, 8 of each alternating.
         scales: E8M0 bytes [E, N, K / 32]; mode "w4a8" takes 0 to 248 (2^-127 to 2^121), "w4a16" 24 to 148.
-        mode: "w4a8" or "w4a16": of the activations that come with them.
+        mode: "w4a8" or "w4a16": of the activations that come with them. "w4a8" goes with bf16 ones, too, where no scale
+            is above `LARGEST_BF16`; larger ones give no finite numbers there.
 
     Returns:
         uint8 [E, N / 64, K / step, `tile_bytes`].
@@ -150,6 +154,18 @@ def tile_weights(codes: Tensor, scales: Tensor, mode: str = "w4a8") -> Tensor:
         own = scales[e].view(rows // TILE_M, TILE_M, k // step, step // BLOCK).transpose(1, 2) + form.bias
         tile[..., size : size + TILE_M * step // BLOCK] = own.flatten(2)
     return out
+
+
+def largest_scale(tiled: Tensor, mode: str = "w4a8") -> int:
+    """Find the largest E8M0 byte of tiled weights; 0 of none.
+
+    Raises:
+        ArgumentError: a tensor that `tile_weights` did not make for this mode.
+    """
+    _, _, step = tiled_shape(tuple(tiled.shape), mode)
+    size = TILE_M * step // 2
+    own = tiled[..., size : size + TILE_M * step // BLOCK]
+    return int(own.max()) - _form(mode).bias if own.numel() else 0
 
 
 def untile_weights(tiled: Tensor, mode: str = "w4a8") -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@
 
 The tiled operand chooses this kernel; `moe_gemm` has the arguments. What it does not have is refused by name: modes
 other than "w4a8" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts. Mode "w4a8" takes bf16 x without
-scales, too: for many tokens an expert that is faster (`many`). A scale of x of 2^-127 (byte 0,
-which `quantize` does not make) counts as 0.
+scales, too, if no scale of w is above byte 148: for many tokens an expert that is faster (`many`). A scale of x of
+2^-127 (byte 0, which `quantize` does not make) counts as 0.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def held(expected: int) -> float:
 
 
 def many(expected: int) -> bool:
-    """Tell whether groups are so large that weights of mode "w4a8" are faster with bf16 tokens."""
+    """Tell whether MXFP8 tokens need more than one tile a group, where bf16 ones have tiles of up to 128.
+
+    At 96 tokens an expert they take half the time (data/bench/moe_gemm.md); where the two cross was not measured.
+    """
     return held(expected) > TILES_N["w4a8"][-1]
 
 
@@ -150,8 +153,11 @@ class Call:
     out_global = None  # of NVFP4 output, which there is none of
 
     def check(self) -> None:
-        """Check devices; `arguments.launch_args` checks the rest."""
+        """Check devices and the type of x; `arguments.launch_args` checks the rest."""
         check_devices(vars(self))
+        types = (torch.bfloat16,) if self.formats == "w4a16" else (torch.uint8, torch.bfloat16)
+        if self.x.dtype not in types:
+            raise ArgumentError("x", self.x.dtype, " or ".join(map(str, types)) + f" in mode {self.formats}")
 
     def settings(self) -> dict[str, Any]:
         """Make options of the kernel."""

@@ -8,8 +8,7 @@ to 32 tokens, and reading them is the time; here it has 256 rows and up to 128 t
 blocks of 64 rows: while MMAs of one run, it expands the weights of the other.
 
 Weights become bf16, exactly, their scales included, so that fp32 sums need none. E4M3 MMAs would be twice as fast, but
-every 32 of K would cost each sum a multiplication by two scales, more than that; and expanding MXFP8 tokens to bf16 by
-the load warps was tried (data/bench/moe_gemm.md).
+every 32 of K would cost each sum a multiplication by two scales, more than that (data/bench/moe_gemm.md).
 
 Tile picture (tile_n 128; `budget` computes the numbers of any configuration)
 
@@ -28,7 +27,7 @@ Roles (3 warpgroups, 384 threads)
     warps 8-11   load        each a quarter of the tokens (`load`); warp 8 starts the copies of the weights, too.
                              384 threads start with 168 registers; consumers take 232, these keep 40
 
-Pipeline   copies -> consumers   as many stages as fit, 4 to 7
+Pipeline   copies -> consumers   as many stages as fit, 4 to 8
 
     full     the bytes of the bulk copies, and 128 lanes' cp.async; consumers then fence the proxies
     empty    an arrival a consumer warp, after its MMAs have read the tokens
@@ -36,8 +35,8 @@ Pipeline   copies -> consumers   as many stages as fit, 4 to 7
 A warpgroup waits for its MMAs at the end of a stage; the other one's fill that time. MMAs have as few columns as a
 tile's rows need, of three numbers (`COLUMNS`).
 
-What limits it (computed, not measured): MMAs, 1,964 cycles a stage at 128 tokens. L2 gives such a stage 53,248 bytes,
-27 a cycle. Shared memory is read for B four times a stage: 131,072 bytes of the 251,000 that it can give.
+What limits it (computed, not measured): MMAs, 2,048 cycles a stage at 128 tokens. L2 gives such a stage 53,248 bytes,
+26 a cycle. Shared memory is read for B four times a stage: half of what it can give in that time.
 
 Source: PTX ISA, "wgmma", "cp.async.bulk"; OCP Microscaling Formats 1.0.
 """
