@@ -166,14 +166,21 @@ def test_hard_values():
     assert not result.o.any() and torch.allclose(result.lse, torch.full((1, 2), math.log(9.0)))
 
 
-def test_nan_is_seen():
-    """A NaN in q makes its head NaN, one in a norm every head that reads it."""
-    one = case([20, 20], 4, 2, 64, page_size=32)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nan_is_seen(splits):
+    """A NaN in q makes its head NaN, one in a norm every head that reads it, in whichever split; others stay."""
+    one = case([40] * 3, 4, 2, 64, page_size=32)
+    clean = attend(one, "emulator", splits=splits)
     one.q[0, 1, 3] = math.nan
-    one.pages.view(FP16)[one.block_table[1, 0], 3, 32 * 16 + 7] = math.nan  # value head 1 of request 1
-    o = attend(one, "emulator").o
-    assert o.isnan().all(-1).tolist() == [[False, True, False, False], [False, False, True, True]]
-    assert o.isnan().any(-1).tolist() == o.isnan().all(-1).tolist()
+    norms = one.pages.view(FP16)[..., 32 * 16 :]
+    norms[one.block_table[1, 0], 3, 7] = math.nan  # value head 1 of request 1, a token of the first split
+    norms[one.block_table[2, 1], 0, 5] = math.nan  # key head 0 of request 2, a token of the last split
+    found = attend(one, "emulator", splits=splits)
+    bad = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0]]).bool()
+    assert torch.equal(found.o.isnan().all(-1), bad) and torch.equal(found.o.isnan().any(-1), bad)
+    assert torch.equal(found.o[~bad], clean.o[~bad])
+    bad[1] = False  # the norm of a value is not in the logits
+    assert torch.equal(found.lse.isnan(), bad) and torch.equal(found.lse[~bad], clean.lse[~bad])
 
 
 def test_keys_that_are_values():
