@@ -15,7 +15,7 @@ from dsv4lib.ops.turbo4_decode.arguments import combine_args, fake_args, fake_co
 from dsv4lib.ops.turbo4_decode.config import TILE
 from dsv4lib.ops.turbo4_decode.faults import FAULTS
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
-from dsv4lib.ops.turbo4_decode.op import CTAS_AN_SM, Call, choose_splits, step_of, turbo4_decode
+from dsv4lib.ops.turbo4_decode.op import CTAS_AN_SM, Attention, Call, choose_splits, step_of, turbo4_decode
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
 from dsv4lib.pages.turbo4.run_case import attend, case, error_over_torch
 from tests.budget import built, small
@@ -86,14 +86,14 @@ def test_schedules(dim, splits, arch):
     wide = torch.full((3, 7, dim), 7.0).bfloat16()
     for schedule in SCHEDULES:
         o, lse = wide.clone(), torch.full((3, 7), 7.0)
-        q, out = one.q.clone(), (o[:, 1:6], lse[:, 1:6])
+        q, out = one.q.clone(), Attention(o[:, 1:6], lse[:, 1:6])
         call = Call(
             q, *one.caches, 24, one.block_table, one.lengths, dim**-0.5, 2, splits, "registers", out, "emulator"
         )
         gpu = device(arch, checks="race", schedule=schedule, seed=1)
         parts = out
         if splits > 1:
-            parts = torch.full((splits, 3, 5, dim), math.nan), torch.full((splits, 3, 5), math.nan)
+            parts = Attention(torch.full((splits, 3, 5, dim), math.nan), torch.full((splits, 3, 5), math.nan))
         launch(code, *launch_args(kernel, call, *parts, splits), gpu=gpu)
         if splits > 1:
             launch(combine_code, *combine_args(combine, parts, *out, 2), gpu=gpu)
@@ -258,7 +258,12 @@ def test_schema():
 @pytest.mark.parametrize("backend", ["emulator", "reference"])
 def test_bad_arguments_are_named(backend):
     one = case([5, 9], 4, 2, 64, page_size=8)
-    k, v = one.caches
+    (k, v), out = one.caches, Attention(torch.zeros(2, 4, 64).bfloat16(), torch.zeros(2, 4))
+    wide = torch.zeros(2, 4, 129).bfloat16()
+    by_2, by_8 = (torch.zeros(k.numel() + n, dtype=torch.uint8)[n:].view(k.shape) for n in (2, 8))
+    size = turbo4.layout(64).page_bytes(1 << 16)
+    pages = torch.zeros(size + 2 * 16 * (1 << 15), dtype=torch.uint8).as_strided((1 << 15, 2, size), (32, 16, 1))
+    long = torch.zeros(2, 1 << 15).int()
     for name, change in (
         ("q.dtype", {"q": one.q.float()}),
         ("q.shape", {"q": one.q[0]}),
@@ -277,7 +282,22 @@ def test_bad_arguments_are_named(backend):
         ("seed", {"seed": -1}),
         ("splits", {"splits": 129}),
         ("lookup", {"lookup": "constant"}),
-        ("out[0].shape", {"out": (one.q[:1], torch.zeros(2, 4))}),
+        ("out.o.shape", {"out": out._replace(o=one.q[:1])}),
+        ("out.lse.shape", {"out": out._replace(lse=out.lse[:1])}),
+        ("out", {"out": tuple(out)}),
+        # ---- what the kernels cannot read
+        ("q.stride()", {"q": wide[..., :128:2]}),
+        ("q.stride()", {"q": wide[..., :64]}),
+        ("out.o.stride()", {"out": out._replace(o=wide[..., :64])}),
+        ("out.lse.stride()", {"out": out._replace(lse=torch.zeros(2, 8)[:, ::2])}),
+        ("lengths.stride()", {"lengths": torch.zeros(4).int()[::2]}),
+        ("k_pages", {"k_pages": by_2}),
+        ("v_pages", {"v_pages": by_8}),
+        # ---- what they cannot count
+        ("q.shape", {"q": one.q[:1].expand(1 << 16, 4, 64)}),
+        ("q.shape", {"q": one.q[:, :1].expand(2, 1 << 16, 64)}),
+        ("k_pages.shape", {"k_pages": pages, "v_pages": pages, "page_size": 1 << 16}),
+        ("block_table.shape", {"k_pages": pages[:1], "v_pages": pages[:1], "page_size": 1 << 16, "block_table": long}),
     ):
         given = {"q": one.q, "k_pages": k, "v_pages": v, "page_size": 8, "block_table": one.block_table}
         given |= {"lengths": one.lengths, "backend": backend} | change

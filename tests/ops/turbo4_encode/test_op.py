@@ -125,6 +125,9 @@ def test_schema():
 @pytest.mark.parametrize("backend", ["emulator", "reference"])
 def test_bad_arguments_are_named(backend):
     x, pages, indices = torch.zeros(2, 2, 64).bfloat16(), pages_of(3, 2, 64, 4), torch.tensor([1, 3]).int()
+    by_2, by_8 = (torch.zeros(pages.numel() + n, dtype=torch.uint8)[n:].view(pages.shape) for n in (2, 8))
+    size = turbo4.layout(64).page_bytes(1 << 16)
+    many = torch.zeros(size + 2 * 16 * (1 << 15), dtype=torch.uint8).as_strided((1 << 15, 2, size), (32, 16, 1))
     for name, change in (
         ("x.dtype", {"x": x.float()}),
         ("x.shape", {"x": x[0]}),
@@ -135,6 +138,12 @@ def test_bad_arguments_are_named(backend):
         ("pages", {"pages": pages.int()}),
         ("pages.stride()", {"pages": torch.zeros(3, 2, 145).byte()[..., :144]}),
         ("page_size", {"page_size": 0}),
+        ("pages", {"pages": by_2}),
+        ("pages", {"pages": by_8}),
+        ("pages.shape", {"pages": many, "page_size": 1 << 16}),
+        ("x.stride()", {"x": torch.zeros(2, 2, 128).bfloat16()[..., ::2]}),
+        ("x.stride()", {"x": torch.zeros(2, 2, 65).bfloat16()[..., :64]}),
+        ("indices.stride()", {"indices": torch.tensor([1, 1, 3]).int()[::2]}),
         ("indices", {"indices": indices.long()}),
         ("indices", {"indices": torch.tensor([1, 12]).int()}),
         ("indices", {"indices": torch.tensor([1, 1]).int()}),
