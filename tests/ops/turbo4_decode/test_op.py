@@ -43,6 +43,7 @@ def run(name, dtype, backend="emulator", **options):
     return attend(one, backend, 3, splits=splits, **options)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases(
@@ -55,9 +56,9 @@ def run(name, dtype, backend="emulator", **options):
         + [("latent", FP16), ("splits", FP16)],
     ),
 )
-def test_numbers(name, dtype):
+def test_numbers(name, dtype, arch):
     """By the table of tolerances; requests without tokens are zeros and -inf; no report of the race detector."""
-    result = run(name, dtype)
+    result = run(name, dtype, arch=arch)
     assert result.record.passed, result.record.reasons
     assert result.lse_error < LSE_ERROR and result.hazards == 0
     empty = torch.tensor(SHAPES[name][0]) <= 0
@@ -128,9 +129,10 @@ def test_budget(settings, registers, arch):
     assert code.local_bytes == 0 and code.registers <= 128 and small(code)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_seen(name):
-    result = attend(case([37, 100], 4, 2, 64, seed=3), "emulator", 3, fault=name)
+def test_faults_are_seen(name, arch):
+    result = attend(case([37, 100], 4, 2, 64, seed=3), "emulator", 3, fault=name, arch=arch)
     assert not result.record.passed
 
 

@@ -27,6 +27,7 @@ def pages_of(count, heads, dim, page_size):
     return torch.full((count, heads, turbo4.layout(dim).page_bytes(page_size)), 0xA5, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "dtype", "backend"),
     cases(
@@ -37,9 +38,9 @@ def pages_of(count, heads, dim, page_size):
         full=[(5, 256, 33, FP16, "emulator"), (2, 512, 7, FP16, "emulator"), (3, 64, 1, BF16, "emulator")],
     ),
 )
-def test_bytes(heads, dim, page_size, dtype, backend):
+def test_bytes(heads, dim, page_size, dtype, backend, arch):
     """The oracle's bytes and nothing else, 20 dB with outlier channels, no report of the race detector."""
-    result = store(vectors(len(INDICES), heads, dim, 1, dtype), page_size, INDICES, backend, seed=11)
+    result = store(vectors(len(INDICES), heads, dim, 1, dtype), page_size, INDICES, backend, seed=11, arch=arch)
     assert result.differing == 0 and result.hazards == 0 and 20 < result.error_db < 22
 
 
@@ -81,9 +82,10 @@ def test_schedules_and_budget(dim, arch):
     assert torch.equal(results[0], want)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_seen(name):
-    assert store(vectors(7, 2, 64, 1), 16, INDICES, "emulator", fault=name).error_db < 15
+def test_faults_are_seen(name, arch):
+    assert store(vectors(7, 2, 64, 1), 16, INDICES, "emulator", fault=name, arch=arch).error_db < 15
 
 
 def test_hard_values():
