@@ -2,12 +2,14 @@
 
 import json
 import re
+import tomllib
 
 import pytest
 import torch
 
-from dsv4lib import env
+from dsv4lib import backends, env
 from dsv4lib.formats import turbo4
+from dsv4lib.ops.common.compile_cache import CompileCache
 from dsv4lib.pages.turbo4 import figures, run_case
 from dsv4lib.viz.style import alt_text
 from tests.cases import cases
@@ -45,6 +47,21 @@ def test_without_a_fault_nothing_is_seen():
     assert run_case.store(run_case.vectors(5, 2, 64, 1), 16, indices, "reference").differing == 0
     one = run_case.case([37, 100], 4, 2, 64, seed=3)
     assert run_case.error_over_torch(one, run_case.attend(one, "reference", 3), 3) < 1
+
+
+def test_the_emulator_is_what_the_stage_says(monkeypatch):
+    """Kernels are compiled for the stage's architecture, and a device of it runs them."""
+    wanted = tomllib.loads((env.root() / "stages" / "turbo4" / "stage.toml").read_text())["arch"]
+    seen, get = set(), CompileCache.get
+
+    def spied(self, kernel_type, settings, fake_args, arch="sm_100a"):
+        seen.add((kernel_type.__name__, arch, backends.emulated().device().arch.name))
+        return get(self, kernel_type, settings, fake_args, arch)
+
+    monkeypatch.setattr(CompileCache, "get", spied)
+    run_case.store(run_case.vectors(2, 2, 64, 1), 16, torch.tensor([3, 4]).int(), "emulator")
+    run_case.attend(run_case.case([9], 4, 2, 64), "emulator", splits=2)
+    assert seen == {(name, wanted, wanted) for name in ("Turbo4Encode", "Turbo4Decode", "Turbo4Combine")}
 
 
 def test_the_folded_solution_is_right():

@@ -31,7 +31,7 @@ from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
 from dsv4lib.ops.quantize.op import quantize, quantize_indexer_keys, quantize_kv_entries
 from dsv4lib.ops.router.op import Hashed, router
 from dsv4lib.ops.topk.op import Paged, topk
-from dsv4lib.ops.turbo4_decode.op import turbo4_decode
+from dsv4lib.ops.turbo4_decode.op import Attention, turbo4_decode
 from dsv4lib.ops.turbo4_encode.op import turbo4_encode
 from dsv4lib.pages.turbo4.run_case import case as turbo4_case
 from tests.ops.compressor import cases as compressor_cases
@@ -433,10 +433,10 @@ def attend_to_4_bits(backend, splits):
     one = turbo4_case([20, 37], 4, 2, 64, page_size=16)
     options = {"splits": splits, "backend": backend}
     wanted = turbo4_decode(one.q, *one.caches, 16, one.block_table, one.lengths, **options)
-    out = torch.full((T, 4, 64), NAN).bfloat16(), torch.full((T, 4), NAN)
+    out = Attention(torch.full((T, 4, 64), NAN).bfloat16(), torch.full((T, 4), NAN))
     given = spread(one.q, NAN), *one.caches, 16, spread(one.block_table, NOWHERE), spread(one.lengths, *LENGTHS)
     turbo4_decode(*given, **options, out=out)
-    return (out[0], spread(wanted.o, 0.0)), (out[1], spread(wanted.lse, -float("inf")))
+    return (out.o, spread(wanted.o, 0.0)), (out.lse, spread(wanted.lse, -float("inf")))
 
 
 @covers("turbo4_decode", "lengths")

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.ops.turbo4_decode.kernel import Output, Turbo4Decode
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
+from dsv4lib.ops.turbo4_encode.arguments import view_pages
 
 WIDE = 16  # bytes of a load
 
@@ -39,13 +40,13 @@ def launch_args(kernel: Turbo4Decode, call: Any, o: Any, lse: Any, splits: int, 
         o, lse: what is written, of a split kernel [splits, ..]. splits: of the tokens. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of a wrong type, shape or stride.
+        ArgumentError: a tensor of a wrong type, shape, stride or address.
     """
     q = call.q
     batch, heads, dim = len(q), q.shape[1], kernel.head_dim
     kv_heads, lead = heads // kernel.group, (splits,) if kernel.split else ()
     caches = [
-        wrap(name, pages.view(torch.int32), Int32, (None, kv_heads, None), WIDE)
+        wrap(name, view_pages(name, pages, torch.int32), Int32, (None, kv_heads, None), WIDE)
         for name, pages in (("k_pages", call.k_pages), ("v_pages", call.v_pages))
     ]
     element = Float32 if kernel.split else kernel.element
@@ -55,8 +56,8 @@ def launch_args(kernel: Turbo4Decode, call: Any, o: Any, lse: Any, splits: int, 
         wrap("block_table", call.block_table, Int32, (batch, None)),
         wrap("lengths", call.lengths, Int32, (batch,)),
         Output(
-            wrap("o", o, element, (*lead, batch, heads, dim), row_align(kernel, element.width // 8)),
-            wrap("lse", lse, Float32, (*lead, batch, heads)),
+            wrap("out.o", o, element, (*lead, batch, heads, dim), row_align(kernel, element.width // 8)),
+            wrap("out.lse", lse, Float32, (*lead, batch, heads)),
         ),
         Float32(call.scale),
         Int32(call.seed),
@@ -82,15 +83,15 @@ def combine_args(kernel: Turbo4Combine, partial: Any, o: Any, lse: Any, seed: in
     """Wrap what the splits wrote and the outputs.
 
     Args:
-        kernel: what was compiled. partial: o [splits, B, H, D] and lse [splits, B, H].
+        kernel: what was compiled. partial: `op.Attention` of the splits, o [splits, B, H, D].
         o, lse: [B, H, D] and [B, H]. seed: of the signs. stream: CUDA stream.
     """
     size = tuple(o.shape)
     return (
-        wrap("partial.o", partial[0], Float32, (None, *size), row_align(kernel, 4)),
-        wrap("partial.lse", partial[1], Float32, (None, *size[:2])),
-        wrap("o", o, kernel.element, size, row_align(kernel, 2)),
-        wrap("lse", lse, Float32, size[:2]),
+        wrap("partial.o", partial.o, Float32, (None, *size), row_align(kernel, 4)),
+        wrap("partial.lse", partial.lse, Float32, (None, *size[:2])),
+        wrap("out.o", o, kernel.element, size, row_align(kernel, 2)),
+        wrap("out.lse", lse, Float32, size[:2]),
         Int32(seed),
         cuda.CUstream(stream),
     )

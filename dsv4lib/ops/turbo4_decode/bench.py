@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.formats import turbo4
-from dsv4lib.ops.turbo4_decode.op import turbo4_decode
+from dsv4lib.ops.turbo4_decode.op import Attention, turbo4_decode
 from dsv4lib.reference import turbo4_decode as oracle
 from dsv4lib.reference.turbo4_encode import append
 
@@ -109,13 +109,13 @@ def _ours(lookup: str) -> Callable[[Given], tuple[Call, Mapping[str, Tensor]]]:
 
     def bind(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
         q = given["q"]
-        out = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = Attention(torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
         cache = *_caches(given), PAGE, given["table"], given["lengths"]
 
         def call() -> None:
             turbo4_decode(q, *cache, seed=SEED, lookup=lookup, out=out)
 
-        return call, {"o": out[0]}
+        return call, {"o": out.o}
 
     return bind
 

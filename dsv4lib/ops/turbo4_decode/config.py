@@ -28,7 +28,7 @@ class Config:
         dtype: of q and O, "bf16" or "fp16". head_dim: D. group: query heads that share a KV head, 1 to 128.
         page_size: entries of a page, a multiple of 8. split: O is partial, rotated, with an LSE of base 2.
         table: where centroids are looked up, "registers" or "shared".
-        ctas: whose registers an SM must have, 1 to 4; 3 would be 168 a thread, and spill 16 to 64 bytes for D 128.
+        ctas: whose registers an SM must have, 1 to 4.
 
     Raises:
         ConfigError: a value that is not allowed.

@@ -21,7 +21,8 @@ tokens in turns (`attend`): no barrier between tiles, but for dims of 256 and 51
     SMEM | O' of token groups, 16 x (D + 4) fp32, or before, pairs | q' | S of dim warps | max, sum, powers |
 
 MMAs are fp16: q' is two such numbers, of the centroids 11 bits remain, of P times a norm as many above 2^-14. K and V
-may be the same pages. It is bound by the integer instructions of dequantisation, then by memory.
+may be the same pages. Neither bytes nor the integer instructions of dequantisation alone account for the time; what
+bounds it is not known (data/bench/turbo4.md).
 
 Source: `dsv4lib.reference.turbo4_decode`; FlashAttention-2 (arXiv 2307.08691) for the layout of P.
 """
@@ -54,8 +55,12 @@ class Output(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Tensors of SMEM: O' or the table of pairs, rows of q', S of warps that share a tile, row_max and
-    row_sum, powers of two taken out of q'."""
+    """Hold the tensors of SMEM.
+
+    Attributes:
+        sO: O' of token groups, before it the table of pairs. sQ: rows of q'. sS: S of warps that share a tile.
+        sStats: row_max and row_sum of token groups. sPowers: powers of two taken out of q'.
+    """
 
     sO: cute.Tensor
     sQ: cute.Tensor

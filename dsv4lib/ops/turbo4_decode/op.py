@@ -27,6 +27,8 @@ from dsv4lib.ops.turbo4_encode.op import DTYPES, MAX_SEED, check_pages
 SM_COUNT = 132  # where there is no GPU
 CTAS_AN_SM = 2  # that run at once
 MOST_SPLITS = 128
+MOST_ROWS = 65535  # requests and heads: of a grid's z and y
+MOST_TOKENS = (1 << 31) - (1 << 13)  # that 32 bits count, and tiles and splits past the last
 NEAR = 1.05  # of the best time
 COMBINE, EACH = 2.0, 1 / 16  # steps that a second launch takes: not measured
 
@@ -55,28 +57,26 @@ def turbo4_decode(
     seed: int = 0,
     splits: int = 0,
     lookup: str = "registers",
-    out: tuple[Tensor, Tensor] | None = None,
+    out: Attention | None = None,
     backend: str = "auto",
 ) -> Attention:
     """Attend with one query token a request to keys and values of 4 bits.
 
     Args:
-        q: bf16 or fp16 [B, H, D], D 64, 128, 256 or 512, not rotated, rows on 16 bytes.
+        q: bf16 or fp16 [B, H, D], B and H at most 65535, D 64, 128, 256 or 512, not rotated, rows on D / 16
+            bytes, 16 at most.
         k_pages, v_pages: uint8 [P, H / group, bytes] as `turbo4_encode` writes them, group 1 to 128; may be the same
             memory (a latent that is K and V), or heads of one cache.
         page_size: entries of a page, a multiple of 8.
-        block_table: int32 [B, W], pages of a request; read as far as its length.
+        block_table: int32 [B, W], pages of a request; read as far as its length. W * page_size at most 2^31 - 8192.
         lengths: int32 [B], entries of a request; 0 or less: O is 0 and the LSE -inf, nothing else is read; more than
             W * page_size: that many.
         scale: of logits; None: D^-0.5.
         seed: of the signs, as in `turbo4_encode`.
         splits: of the tokens, combined by a second launch; 0: chosen from the shapes.
         lookup: where centroids are looked up, "registers" or "shared"; the results are the same.
-        out: o and lse to write into; None: new ones.
+        out: to write into; None: new tensors.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
-
-    Returns:
-        o and lse.
 
     Raises:
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
@@ -85,10 +85,10 @@ def turbo4_decode(
     if q.dim() != 3:
         raise ArgumentError("q.shape", tuple(q.shape), "[B, H, D]")
     if out is None:
-        out = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = Attention(torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     scale = q.shape[2] ** -0.5 if scale is None else scale
     Call.op(q, k_pages, v_pages, page_size, block_table, lengths, scale, seed, splits, lookup, out, backend)
-    return Attention(*out)
+    return out
 
 
 def step_of(dim: int) -> int:
@@ -131,7 +131,7 @@ class Call(NamedTuple):
     seed: int
     splits: int
     lookup: str
-    out: tuple[Tensor, Tensor]
+    out: Attention
     backend: str
 
     def check(self) -> None:
@@ -143,6 +143,8 @@ class Call(NamedTuple):
             allowed = f"[B, H, D], H at least 1 and D one of {', '.join(map(str, HEAD_DIMS))}"
             raise ArgumentError("q.shape", tuple(q.shape), allowed)
         batch, heads, dim = q.shape
+        if max(batch, heads) > MOST_ROWS:
+            raise ArgumentError("q.shape", tuple(q.shape), f"[B, H, D], B and H at most {MOST_ROWS}")
         i32 = torch.int32
         launching.check(
             {
@@ -151,17 +153,21 @@ class Call(NamedTuple):
                 "v_pages": (self.v_pages, torch.uint8, (None, self.k_pages.shape[1:2].numel(), None)),
                 "block_table": (self.block_table, i32, (batch, None)),
                 "lengths": (self.lengths, i32, (batch,)),
-                "out[0]": (self.out[0], q.dtype, (batch, heads, dim)),
-                "out[1]": (self.out[1], torch.float32, (batch, heads)),
+                "out.o": (self.out.o, q.dtype, (batch, heads, dim)),
+                "out.lse": (self.out.lse, torch.float32, (batch, heads)),
             }
         )
         kv_heads = self.k_pages.shape[1]
         if not kv_heads or heads % kv_heads or heads // kv_heads > MOST_GROUP:
-            raise ArgumentError("k_pages.shape", tuple(self.k_pages.shape), f"heads that divide the {heads} of q")
+            allowed = f"heads that divide the {heads} of q, groups of at most {MOST_GROUP}"
+            raise ArgumentError("k_pages.shape", tuple(self.k_pages.shape), allowed)
         if self.page_size % BLOCK:
             raise ArgumentError("page_size", self.page_size, f"a multiple of {BLOCK}")
         for name, pages in (("k_pages", self.k_pages), ("v_pages", self.v_pages)):
             check_pages(name, pages, self.page_size, kv_heads, dim)
+        if self.block_table.shape[1] * self.page_size > MOST_TOKENS:
+            allowed = f"[B, W], W * page_size at most {MOST_TOKENS}"
+            raise ArgumentError("block_table.shape", tuple(self.block_table.shape), allowed)
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -193,16 +199,19 @@ class Call(NamedTuple):
             o.zero_()
             lse.fill_(-math.inf)
             return
+        kv_heads = self.k_pages.shape[1]
+        group = q.shape[1] // kv_heads
+        ends = {"dtype": DTYPES[q.dtype], "head_dim": q.shape[2]}
+        settings = {**ends, "group": group, "page_size": self.page_size}
         if backend == "reference":
+            arguments.launch_args(Turbo4Decode(**settings), self, o, lse, 1)  # checks: all back ends take the same
             self._reference(capacity)
             return
-        kv_heads, sms = self.k_pages.shape[1], launching.sm_count(q.device) if backend == "native" else SM_COUNT
-        group = q.shape[1] // kv_heads
+        sms = launching.sm_count(q.device) if backend == "native" else SM_COUNT
         units = len(q) * kv_heads * -(-group // ROWS)
         splits = self.splits or choose_splits(units, -(-capacity // step_of(q.shape[2])), CTAS_AN_SM * sms)
-        ends = {"dtype": DTYPES[q.dtype], "head_dim": q.shape[2]}
-        settings = {**ends, "group": group, "page_size": self.page_size, "split": splits > 1, "table": self.lookup}
-        wanted = (o, lse) if splits == 1 else self._partial(splits)
+        wanted = self.out if splits == 1 else self._partial(splits)
+        settings |= {"split": splits > 1, "table": self.lookup}
         self._launch(backend, Turbo4Decode, settings, *wanted, splits)
         if splits > 1:
             kernel, code = _code(backend, Turbo4Combine, ends, arguments.fake_combine_args)
@@ -214,11 +223,11 @@ class Call(NamedTuple):
         stream = launching.stream(backend, self.q)
         launching.enqueue(backend, code, arguments.launch_args(kernel, self, o, lse, splits, stream))
 
-    def _partial(self, splits: int) -> tuple[Tensor, Tensor]:
+    def _partial(self, splits: int) -> Attention:
         """Lay o [splits, B, H, D] and lse [splits, B, H] out in memory of the plan."""
         (batch, heads, dim), room = self.q.shape, splits * self.q.numel()
         space = plans.scratch(room + splits * batch * heads, dtype=torch.float32, like=self.q)
-        return space[:room].view(splits, batch, heads, dim), space[room:].view(splits, batch, heads)
+        return Attention(space[:room].view(splits, batch, heads, dim), space[room:].view(splits, batch, heads))
 
     def _reference(self, capacity: int) -> None:
         """Ask the oracle."""

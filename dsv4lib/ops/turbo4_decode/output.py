@@ -123,13 +123,13 @@ class Turbo4Combine:
         cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         if head < mO.shape[1]:
             largest, total = self.sums(mLsePartial, request, head)
-            scale = cutlass.select_(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+            scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(total), Float32(0.0))  # NaN stays
             rO = cute.make_rmem_tensor(self.run, Float32)
             rPart = cute.make_rmem_tensor(self.run, Float32)
             rO.fill(0.0)
             for split in cutlass.range(mLsePartial.shape[0], unroll=1):
                 lse = mLsePartial[split, request, head]
-                if lse > -Float32.inf:
+                if lse != -Float32.inf:  # also NaN
                     row = mOPartial[split, request, head, None]
                     cute.autovec_copy(cute.local_tile(row, (self.run,), (lane.number,)), rPart)
                     share = cute.math.exp2(lse - largest, fastmath=True) * scale

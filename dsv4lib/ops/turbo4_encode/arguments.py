@@ -9,6 +9,7 @@ import torch
 from cutlass import Float16, Int32
 
 from dsv4lib.dsl.tensors import Fakes, divisor, wrap
+from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.turbo4_encode.kernel import Turbo4Encode
 
 WIDE = 16  # bytes of a load and of a store
@@ -29,6 +30,17 @@ def fake_args(kernel: Turbo4Encode) -> tuple:
     )
 
 
+def view_pages(name: str, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View pages as elements of 2 or 4 bytes.
+
+    Raises:
+        ArgumentError: they do not start on 16 bytes.
+    """
+    if pages.data_ptr() % WIDE or pages.storage_offset() % dtype.itemsize:
+        raise ArgumentError(name, f"at byte {pages.storage_offset()} of its storage", f"a start on {WIDE} bytes")
+    return pages.view(dtype)
+
+
 def launch_args(kernel: Turbo4Encode, call: Any, stream: int = 0) -> tuple:
     """Wrap a call's tensors for the compiled kernel.
 
@@ -36,15 +48,15 @@ def launch_args(kernel: Turbo4Encode, call: Any, stream: int = 0) -> tuple:
         kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of a wrong type, shape or stride.
+        ArgumentError: a tensor of a wrong type, shape, stride or address.
     """
     heads, pages = call.x.shape[1], call.pages
     size = (None, heads, None)
     return (
         wrap("x", call.x, kernel.element, (None, heads, kernel.head_dim), WIDE),
         wrap("indices", call.indices, Int32, (len(call.x),)),
-        wrap("pages", pages.view(torch.int32), Int32, size, WIDE),
-        wrap("pages", pages.view(torch.float16), Float16, size, WIDE),
+        wrap("pages", view_pages("pages", pages, torch.int32), Int32, size, WIDE),
+        wrap("pages", view_pages("pages", pages, torch.float16), Float16, size, WIDE),
         divisor(call.page_size),
         divisor(heads),
         Int32(call.seed),

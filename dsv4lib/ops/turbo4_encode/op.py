@@ -24,6 +24,7 @@ from dsv4lib.ops.turbo4_encode.kernel import HEAD_DIMS, Turbo4Encode
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_SEED = 1 << 31
 MAX_PAGE = 1 << 16  # entries
+MOST_ENTRIES = 1 << 31  # of a cache: kernels count them in 32 bits
 
 
 @typed
@@ -35,7 +36,8 @@ def turbo4_encode(
     Args:
         x: bf16 or fp16 [T, H, D], D 64, 128, 256 or 512, rows on 16 bytes. A NaN or Inf, or a norm above 65504, leaves
             a norm of NaN or Inf.
-        pages: uint8 [P, H, bytes], bytes those of `formats.turbo4.layout(D)` for ``page_size``; heads on 16 bytes.
+        pages: uint8 [P, H, bytes], bytes those of `formats.turbo4.layout(D)` for ``page_size``; heads on 16 bytes,
+            P * page_size below 2^31.
         page_size: entries of a page, 1 to 65536.
         indices: int32 [T], page * page_size + slot, none twice; a negative one drops the row, on a GPU also one past
             the end.
@@ -59,6 +61,8 @@ def check_pages(name: str, pages: Tensor, page_size: int, heads: int, dim: int) 
         raise ArgumentError("page_size", page_size, f"1 to {MAX_PAGE}")
     size = turbo4.layout(dim).page_bytes(page_size)
     launching.check({name: (pages, torch.uint8, (None, heads, size))})
+    if len(pages) * page_size >= MOST_ENTRIES:
+        raise ArgumentError(f"{name}.shape", tuple(pages.shape), f"less than 2^31 entries, {page_size} a page")
     if pages.stride(2) != 1 or any(stride % turbo4.ALIGN for stride in pages.stride()[:2]):
         raise ArgumentError(
             f"{name}.stride()", pages.stride(), f"pages and heads on {turbo4.ALIGN} bytes, bytes adjacent"
@@ -107,9 +111,10 @@ class Call(NamedTuple):
         """Launch the kernel, or ask the oracle."""
         if 0 in (len(self.x), len(self.pages)):
             return
+        settings = {"dtype": DTYPES[self.x.dtype], "head_dim": self.x.shape[2]}
         if backend == "reference":
+            arguments.launch_args(Turbo4Encode(**settings), self)  # checks: what one back end takes all take
             kept = self.indices.clamp_min(-1)
             backends.oracle("turbo4_encode").append(self.pages, self.page_size, kept, self.x, self.seed)
             return
-        settings = {"dtype": DTYPES[self.x.dtype], "head_dim": self.x.shape[2]}
         launching.launch(backend, Turbo4Encode, settings, arguments.fake_args, arguments.launch_args, self)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from dsv4lib import emulator
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
-from dsv4lib.ops.common import compile_cache
+from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.table import show_table
 
@@ -23,11 +23,17 @@ SECTOR = 32  # bytes of one memory transaction
 def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) -> int:
     """Call ops with kernels injected, each as (module of the op, name there, class). No two such calls at once.
 
+    The emulated device is that of `backends.emulating`, else the first that ops are made for.
+
     Returns:
         hazards, which only the emulator sees.
     """
     with ExitStack() as stack:
-        gpu = stack.enter_context(emulator.device(ARCH, checks="race")) if backend == "emulator" else None
+        gpu = (
+            stack.enter_context(emulator.device(launching.arch(backend), checks="race"))
+            if backend == "emulator"
+            else None
+        )
         for module, name, kernel in kernels:
             stack.enter_context(patch.object(module, name, kernel))
         call()

@@ -19,6 +19,7 @@ from dsv4lib.pages.common import faults as injected
 from dsv4lib.reference import turbo4_decode as oracle
 from dsv4lib.reference.turbo4_encode import append
 
+ARCH = "sm_90a"  # that is emulated
 OUTLIERS, GAIN = (3, 41), 20.0  # channels that are larger than the others, and by how much
 
 
@@ -49,18 +50,26 @@ class Stored(NamedTuple):
 
 
 def store(
-    x: torch.Tensor, page_size: int, indices: torch.Tensor, backend: str, seed: int = 0, fault: str = "none"
+    x: torch.Tensor,
+    page_size: int,
+    indices: torch.Tensor,
+    backend: str,
+    seed: int = 0,
+    fault: str = "none",
+    arch: str = ARCH,
 ) -> Stored:
     """Run `turbo4_encode` into pages that hold 0xA5; ``fault``: a name of its `FAULTS`, or "none"."""
     where, (_, heads, dim) = backends.device(backend), x.shape
     count = -(-(int(indices.max()) + 1) // page_size)
     pages = torch.full((count, heads, turbo4.layout(dim).page_bytes(page_size)), 0xA5, dtype=torch.uint8)
     found, want = pages.clone().to(where), pages
-    hazards = injected.run(
-        backend,
-        lambda: encode_op.turbo4_encode(x.to(where), found, page_size, indices.to(where), seed=seed, backend=backend),
-        (encode_op, "Turbo4Encode", ENCODE_FAULTS.get(fault, Turbo4Encode)),
-    )
+    passed = x.to(where), found, page_size, indices.to(where)
+    with backends.emulating(arch):
+        hazards = injected.run(
+            backend,
+            lambda: encode_op.turbo4_encode(*passed, seed=seed, backend=backend),
+            (encode_op, "Turbo4Encode", ENCODE_FAULTS.get(fault, Turbo4Encode)),
+        )
     found = found.cpu()
     append(want, page_size, indices.clamp_min(-1), x, seed)
     stored = indices >= 0
@@ -146,18 +155,26 @@ class Attended(NamedTuple):
 
 
 def attend(
-    one: Case, backend: str, seed: int = 0, *, splits: int = 1, lookup: str = "registers", fault: str = "none"
+    one: Case,
+    backend: str,
+    seed: int = 0,
+    *,
+    splits: int = 1,
+    lookup: str = "registers",
+    fault: str = "none",
+    arch: str = ARCH,
 ) -> Attended:
     """Run `turbo4_decode`; ``fault``: a name of its `FAULTS`, or "none"."""
     where, outputs = backends.device(backend), []
     q, pages, table, lengths = (x.to(where) for x in (one.q, one.pages, one.block_table, one.lengths))
     given = q, *pages.chunk(2, 1), one.page_size, table, lengths
     options = {"seed": seed, "splits": splits, "lookup": lookup, "backend": backend}
-    hazards = injected.run(
-        backend,
-        lambda: outputs.extend(decode_op.turbo4_decode(*given, **options)),
-        (decode_op, "Turbo4Decode", DECODE_FAULTS.get(fault, Turbo4Decode)),
-    )
+    with backends.emulating(arch):
+        hazards = injected.run(
+            backend,
+            lambda: outputs.extend(decode_op.turbo4_decode(*given, **options)),
+            (decode_op, "Turbo4Decode", DECODE_FAULTS.get(fault, Turbo4Decode)),
+        )
     o, lse = (x.cpu() for x in outputs)
     scale = one.q.shape[2] ** -0.5
     want = oracle.turbo4_decode(one.q, *one.caches, one.block_table, one.lengths, one.page_size, scale, seed)

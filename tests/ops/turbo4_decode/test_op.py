@@ -15,7 +15,7 @@ from dsv4lib.ops.turbo4_decode.arguments import combine_args, fake_args, fake_co
 from dsv4lib.ops.turbo4_decode.config import TILE
 from dsv4lib.ops.turbo4_decode.faults import FAULTS
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
-from dsv4lib.ops.turbo4_decode.op import CTAS_AN_SM, Call, choose_splits, step_of, turbo4_decode
+from dsv4lib.ops.turbo4_decode.op import CTAS_AN_SM, Attention, Call, choose_splits, step_of, turbo4_decode
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
 from dsv4lib.pages.turbo4.run_case import attend, case, error_over_torch
 from tests.budget import built, small
@@ -43,6 +43,7 @@ def run(name, dtype, backend="emulator", **options):
     return attend(one, backend, 3, splits=splits, **options)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases(
@@ -55,9 +56,9 @@ def run(name, dtype, backend="emulator", **options):
         + [("latent", FP16), ("splits", FP16)],
     ),
 )
-def test_numbers(name, dtype):
+def test_numbers(name, dtype, arch):
     """By the table of tolerances; requests without tokens are zeros and -inf; no report of the race detector."""
-    result = run(name, dtype)
+    result = run(name, dtype, arch=arch)
     assert result.record.passed, result.record.reasons
     assert result.lse_error < LSE_ERROR and result.hazards == 0
     empty = torch.tensor(SHAPES[name][0]) <= 0
@@ -86,14 +87,14 @@ def test_schedules(dim, splits, arch):
     wide = torch.full((3, 7, dim), 7.0).bfloat16()
     for schedule in SCHEDULES:
         o, lse = wide.clone(), torch.full((3, 7), 7.0)
-        q, out = one.q.clone(), (o[:, 1:6], lse[:, 1:6])
+        q, out = one.q.clone(), Attention(o[:, 1:6], lse[:, 1:6])
         call = Call(
             q, *one.caches, 24, one.block_table, one.lengths, dim**-0.5, 2, splits, "registers", out, "emulator"
         )
         gpu = device(arch, checks="race", schedule=schedule, seed=1)
         parts = out
         if splits > 1:
-            parts = torch.full((splits, 3, 5, dim), math.nan), torch.full((splits, 3, 5), math.nan)
+            parts = Attention(torch.full((splits, 3, 5, dim), math.nan), torch.full((splits, 3, 5), math.nan))
         launch(code, *launch_args(kernel, call, *parts, splits), gpu=gpu)
         if splits > 1:
             launch(combine_code, *combine_args(combine, parts, *out, 2), gpu=gpu)
@@ -128,9 +129,10 @@ def test_budget(settings, registers, arch):
     assert code.local_bytes == 0 and code.registers <= 128 and small(code)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_seen(name):
-    result = attend(case([37, 100], 4, 2, 64, seed=3), "emulator", 3, fault=name)
+def test_faults_are_seen(name, arch):
+    result = attend(case([37, 100], 4, 2, 64, seed=3), "emulator", 3, fault=name, arch=arch)
     assert not result.record.passed
 
 
@@ -166,14 +168,21 @@ def test_hard_values():
     assert not result.o.any() and torch.allclose(result.lse, torch.full((1, 2), math.log(9.0)))
 
 
-def test_nan_is_seen():
-    """A NaN in q makes its head NaN, one in a norm every head that reads it."""
-    one = case([20, 20], 4, 2, 64, page_size=32)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nan_is_seen(splits):
+    """A NaN in q makes its head NaN, one in a norm every head that reads it, in whichever split; others stay."""
+    one = case([40] * 3, 4, 2, 64, page_size=32)
+    clean = attend(one, "emulator", splits=splits)
     one.q[0, 1, 3] = math.nan
-    one.pages.view(FP16)[one.block_table[1, 0], 3, 32 * 16 + 7] = math.nan  # value head 1 of request 1
-    o = attend(one, "emulator").o
-    assert o.isnan().all(-1).tolist() == [[False, True, False, False], [False, False, True, True]]
-    assert o.isnan().any(-1).tolist() == o.isnan().all(-1).tolist()
+    norms = one.pages.view(FP16)[..., 32 * 16 :]
+    norms[one.block_table[1, 0], 3, 7] = math.nan  # value head 1 of request 1, a token of the first split
+    norms[one.block_table[2, 1], 0, 5] = math.nan  # key head 0 of request 2, a token of the last split
+    found = attend(one, "emulator", splits=splits)
+    bad = torch.tensor([[0, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0]]).bool()
+    assert torch.equal(found.o.isnan().all(-1), bad) and torch.equal(found.o.isnan().any(-1), bad)
+    assert torch.equal(found.o[~bad], clean.o[~bad])
+    bad[1] = False  # the norm of a value is not in the logits
+    assert torch.equal(found.lse.isnan(), bad) and torch.equal(found.lse[~bad], clean.lse[~bad])
 
 
 def test_keys_that_are_values():
@@ -251,7 +260,12 @@ def test_schema():
 @pytest.mark.parametrize("backend", ["emulator", "reference"])
 def test_bad_arguments_are_named(backend):
     one = case([5, 9], 4, 2, 64, page_size=8)
-    k, v = one.caches
+    (k, v), out = one.caches, Attention(torch.zeros(2, 4, 64).bfloat16(), torch.zeros(2, 4))
+    wide = torch.zeros(2, 4, 129).bfloat16()
+    by_2, by_8 = (torch.zeros(k.numel() + n, dtype=torch.uint8)[n:].view(k.shape) for n in (2, 8))
+    size = turbo4.layout(64).page_bytes(1 << 16)
+    pages = torch.zeros(size + 2 * 16 * (1 << 15), dtype=torch.uint8).as_strided((1 << 15, 2, size), (32, 16, 1))
+    long = torch.zeros(2, 1 << 15).int()
     for name, change in (
         ("q.dtype", {"q": one.q.float()}),
         ("q.shape", {"q": one.q[0]}),
@@ -270,7 +284,22 @@ def test_bad_arguments_are_named(backend):
         ("seed", {"seed": -1}),
         ("splits", {"splits": 129}),
         ("lookup", {"lookup": "constant"}),
-        ("out[0].shape", {"out": (one.q[:1], torch.zeros(2, 4))}),
+        ("out.o.shape", {"out": out._replace(o=one.q[:1])}),
+        ("out.lse.shape", {"out": out._replace(lse=out.lse[:1])}),
+        ("out", {"out": tuple(out)}),
+        # ---- what the kernels cannot read
+        ("q.stride()", {"q": wide[..., :128:2]}),
+        ("q.stride()", {"q": wide[..., :64]}),
+        ("out.o.stride()", {"out": out._replace(o=wide[..., :64])}),
+        ("out.lse.stride()", {"out": out._replace(lse=torch.zeros(2, 8)[:, ::2])}),
+        ("lengths.stride()", {"lengths": torch.zeros(4).int()[::2]}),
+        ("k_pages", {"k_pages": by_2}),
+        ("v_pages", {"v_pages": by_8}),
+        # ---- what they cannot count
+        ("q.shape", {"q": one.q[:1].expand(1 << 16, 4, 64)}),
+        ("q.shape", {"q": one.q[:, :1].expand(2, 1 << 16, 64)}),
+        ("k_pages.shape", {"k_pages": pages, "v_pages": pages, "page_size": 1 << 16}),
+        ("block_table.shape", {"k_pages": pages[:1], "v_pages": pages[:1], "page_size": 1 << 16, "block_table": long}),
     ):
         given = {"q": one.q, "k_pages": k, "v_pages": v, "page_size": 8, "block_table": one.block_table}
         given |= {"lengths": one.lengths, "backend": backend} | change

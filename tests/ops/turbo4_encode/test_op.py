@@ -27,6 +27,7 @@ def pages_of(count, heads, dim, page_size):
     return torch.full((count, heads, turbo4.layout(dim).page_bytes(page_size)), 0xA5, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "dtype", "backend"),
     cases(
@@ -37,9 +38,9 @@ def pages_of(count, heads, dim, page_size):
         full=[(5, 256, 33, FP16, "emulator"), (2, 512, 7, FP16, "emulator"), (3, 64, 1, BF16, "emulator")],
     ),
 )
-def test_bytes(heads, dim, page_size, dtype, backend):
+def test_bytes(heads, dim, page_size, dtype, backend, arch):
     """The oracle's bytes and nothing else, 20 dB with outlier channels, no report of the race detector."""
-    result = store(vectors(len(INDICES), heads, dim, 1, dtype), page_size, INDICES, backend, seed=11)
+    result = store(vectors(len(INDICES), heads, dim, 1, dtype), page_size, INDICES, backend, seed=11, arch=arch)
     assert result.differing == 0 and result.hazards == 0 and 20 < result.error_db < 22
 
 
@@ -81,9 +82,10 @@ def test_schedules_and_budget(dim, arch):
     assert torch.equal(results[0], want)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_seen(name):
-    assert store(vectors(7, 2, 64, 1), 16, INDICES, "emulator", fault=name).error_db < 15
+def test_faults_are_seen(name, arch):
+    assert store(vectors(7, 2, 64, 1), 16, INDICES, "emulator", fault=name, arch=arch).error_db < 15
 
 
 def test_hard_values():
@@ -125,6 +127,9 @@ def test_schema():
 @pytest.mark.parametrize("backend", ["emulator", "reference"])
 def test_bad_arguments_are_named(backend):
     x, pages, indices = torch.zeros(2, 2, 64).bfloat16(), pages_of(3, 2, 64, 4), torch.tensor([1, 3]).int()
+    by_2, by_8 = (torch.zeros(pages.numel() + n, dtype=torch.uint8)[n:].view(pages.shape) for n in (2, 8))
+    size = turbo4.layout(64).page_bytes(1 << 16)
+    many = torch.zeros(size + 2 * 16 * (1 << 15), dtype=torch.uint8).as_strided((1 << 15, 2, size), (32, 16, 1))
     for name, change in (
         ("x.dtype", {"x": x.float()}),
         ("x.shape", {"x": x[0]}),
@@ -135,6 +140,12 @@ def test_bad_arguments_are_named(backend):
         ("pages", {"pages": pages.int()}),
         ("pages.stride()", {"pages": torch.zeros(3, 2, 145).byte()[..., :144]}),
         ("page_size", {"page_size": 0}),
+        ("pages", {"pages": by_2}),
+        ("pages", {"pages": by_8}),
+        ("pages.shape", {"pages": many, "page_size": 1 << 16}),
+        ("x.stride()", {"x": torch.zeros(2, 2, 128).bfloat16()[..., ::2]}),
+        ("x.stride()", {"x": torch.zeros(2, 2, 65).bfloat16()[..., :64]}),
+        ("indices.stride()", {"indices": torch.tensor([1, 1, 3]).int()[::2]}),
         ("indices", {"indices": indices.long()}),
         ("indices", {"indices": torch.tensor([1, 12]).int()}),
         ("indices", {"indices": torch.tensor([1, 1]).int()}),
