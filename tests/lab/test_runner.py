@@ -78,6 +78,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, stage_writer: Callable[..
         jobs += plan.make([stage], "quick", backend=backend)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(meter, "ASLEEP", 0.5)
+        patched.setenv("FORK_SERVER", "own")  # one that other stages have filled with imports holds 800 MB by itself
         result = runner.run(jobs, root, "quick", runner.Options(workers=2, memory_mb=800))
     return {"": result, **{record.stage: record for record in result.records}}
 
