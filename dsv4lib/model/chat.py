@@ -35,6 +35,7 @@ THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
 MODES, EFFORTS = ("chat", "thinking"), ("low", "high", "max")
 UNNAMEABLE = ('"', "<", "\n")  # in no name of a tool or parameter: they would end the tag that holds it
+UNICODE = "text without lone surrogates, which UTF-8 does not have"
 MARKS = (BOS, EOS, USER, ASSISTANT, REMINDER, DSML)
 ENCODING = Path("encoding") / "encoding_dsv4.py"  # where a released checkpoint has its texts
 
@@ -157,8 +158,8 @@ def encode_chat(messages: Sequence[Mapping[str, Any]], options: ChatOptions | No
 
     Raises:
         ArgumentError: an unknown role or key, a content that is no text, marks of the format inside a content or a
-            tool's schema, a tool without a name, a tool result that answers no call or one twice, arguments that are
-            no JSON object.
+            tool's schema, a schema that does not encode to UTF-8, a tool without a name, a tool result that answers no
+            call or one twice, arguments that are no JSON object.
     """
     options = ChatOptions() if options is None else options
     turns = _merged([_checked(i, message) for i, message in enumerate(messages)])
@@ -202,6 +203,15 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _encodes(text: str) -> bool:
+    """Say whether a text is UTF-8; JSON may have halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _calls(calls: Sequence[Mapping[str, Any]]) -> str:
     if not calls:
         return ""
@@ -240,13 +250,23 @@ def _checked(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     for tool in out.get("tools") or ():
         if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
             raise ArgumentError(f"{where}.tools", tool, '{"type": "function", "function": {...}}')
-        _checked_function(f"{where}.tools", tool["function"])
+        check_function(f"{where}.tools", tool["function"])
     out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in out.get("tool_calls") or ()]
     return out
 
 
-def _checked_function(where: str, function: Mapping[str, Any]) -> None:
-    """Refuse a tool that no call could name, or whose schema would end the text that it stands in."""
+def check_function(where: str, function: Mapping[str, Any]) -> None:
+    """Check the function of a tool's schema.
+
+    Args:
+        where: names it in an error. function: ``name``, ``description``, ``parameters``.
+
+    Raises:
+        ArgumentError: no call could name it, its text does not encode to UTF-8 or has marks of the format.
+    """
+    text = _json(function)
+    if not _encodes(text):
+        raise ArgumentError(where, function, UNICODE)
     name = function.get("name")
     if not isinstance(name, str) or not name or any(mark in name for mark in UNNAMEABLE):
         raise ArgumentError(f"{where}.name", name, "a name without quotes, < and line breaks")
@@ -254,7 +274,6 @@ def _checked_function(where: str, function: Mapping[str, Any]) -> None:
         raise ArgumentError(f"{where}.description of {name}", function["description"], "text")
     if not isinstance(function.get("parameters", {}), Mapping):
         raise ArgumentError(f"{where}.parameters of {name}", function["parameters"], "a JSON schema, an object")
-    text = _json(function)
     found = next((mark for mark in MARKS if mark in text), None)
     if found:
         raise ArgumentError(f"{where} of {name}", found, "a schema without the format's own marks")
@@ -338,7 +357,8 @@ def parse_reply(text: str, mode: str = "thinking") -> Reply:
     """Take a reply apart. It is what came after the prompt of `encode_chat`, with or without EOS.
 
     Raises:
-        ReplyError: reasoning that does not end, DSML that is cut off or not as the format says.
+        ReplyError: reasoning that does not end, DSML that is cut off or not as the format says, a value that is no
+            JSON or does not encode to UTF-8.
     """
     if mode not in MODES:
         raise ArgumentError("mode", mode, "one of " + ", ".join(MODES))
@@ -377,6 +397,10 @@ def _pieces(pattern: re.Pattern[str], text: str, what: str) -> list[tuple[str, .
 
 def _value(key: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        encodes = _encodes(_json(value))
     except (ValueError, RecursionError) as error:
         raise ReplyError(f"parameter {key!r} is no JSON: {text[:40]!r}") from error
+    if not encodes:
+        raise ReplyError(f"parameter {key!r} has a lone surrogate: {text[:40]!r}")
+    return value

@@ -131,7 +131,8 @@ class Conversation:
         """Add the result of a tool; return the prompt of the reply to all results so far.
 
         Args:
-            call: place of the call in the last reply, from 1, or its tool's name where one open call has it.
+            call: place of the call in the last reply, from 1; if no open call has this place, its tool's name, which
+                one open call has.
             content: what the tool returned.
 
         Raises:
@@ -141,7 +142,8 @@ class Conversation:
         open_calls = self.open_calls
         if not open_calls:
             raise ArgumentError("call", call, "a result where a call waits for one; none does")
-        places = [n for n, one in open_calls.items() if call in (str(n), one["function"]["name"])]
+        places = [n for n in open_calls if call == str(n)]
+        places = places or [n for n, one in open_calls.items() if call == one["function"]["name"]]
         if len(places) != 1:
             allowed = ", ".join(f"{n} ({one['function']['name']})" for n, one in open_calls.items())
             raise ArgumentError("call", call, f"the place of an open call, or a name that only one has: {allowed}")

@@ -33,7 +33,17 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def bits(seed: torch.Tensor, position: torch.Tensor, purpose: str, count: int) -> torch.Tensor:
-    """Draw 53 random bits per number. seed and position int64 [...] -> int64 [..., count]."""
+    """Draw 53 random bits per number.
+
+    Args:
+        seed, position: int64 [...]. purpose: one of `PURPOSES`. count: numbers for each of them.
+
+    Returns:
+        int64 [..., count], each from 0 to 2^53 - 1.
+
+    Raises:
+        ArgumentError: another purpose or dtype.
+    """
     if purpose not in PURPOSES:
         raise ArgumentError("purpose", purpose, "one of " + ", ".join(PURPOSES))
     for name, x in (("seed", seed), ("position", position)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.model.chat import DSML, END_THINK, encode_chat
+from dsv4lib.model.chat import DSML, END_THINK, check_function
 
 FORM = '{"type": "function", "function": {"name": ...}}, or the function alone'
 CALLS = f"<{DSML}tool_calls>"  # begins the calls of a reply
@@ -32,11 +32,11 @@ def read_tools(file: Path | str) -> list[dict[str, Any]]:
         The schemas in the form of a message's ``tools``.
 
     Raises:
-        ArgumentError: a file that cannot be read, no JSON, an empty list, a schema that `encode_chat` refuses, a
-            name that occurs twice.
+        ArgumentError: a file that cannot be read, no JSON, an empty list, an unknown key beside ``function``, a
+            schema that `check_function` refuses, a name that occurs twice.
     """
     try:
-        listed = json.loads(Path(file).read_text(encoding="utf-8"))
+        listed = json.loads(Path(file).read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
         raise ArgumentError("tools", str(file), f"a file that can be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -44,7 +44,6 @@ def read_tools(file: Path | str) -> list[dict[str, Any]]:
     if not isinstance(listed, list) or not listed:
         raise ArgumentError("tools", str(file), "a JSON list of at least one schema")
     tools = [_tool(number, entry) for number, entry in enumerate(listed)]
-    encode_chat([{"role": "system", "content": "", "tools": tools}])
     names = [tool["function"]["name"] for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -52,10 +51,18 @@ def read_tools(file: Path | str) -> list[dict[str, Any]]:
     return tools
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _tool(number: int, entry: Any) -> dict[str, Any]:
-    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+    where, function = f"tools[{number}]", entry.get("function", entry) if isinstance(entry, Mapping) else None
     if not isinstance(function, Mapping) or entry.get("type", "function") != "function":
-        raise ArgumentError(f"tools[{number}]", entry, FORM)
+        raise ArgumentError(where, entry, FORM)
+    unknown = entry.keys() - {"type", "function"} if "function" in entry else ()
+    if unknown:
+        raise ArgumentError(where, sorted(unknown), "no keys beside type and function; a function's keys stand in it")
+    check_function(where, function)
     return {"type": "function", "function": dict(function)}
 
 

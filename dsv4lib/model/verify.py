@@ -45,7 +45,10 @@ def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return the distribution of a replacement [..., V]. max(p - q, 0) normalised; p where that is 0 everywhere."""
+    """Return the distribution of a replacement, [..., V].
+
+    It is max(p - q, 0), divided by its sum; where that is 0 everywhere, it is p.
+    """
     rest = (p - q).clamp(min=0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / torch.where(total > 0, total, 1.0), p)

@@ -44,22 +44,23 @@ def scheduled():
 # ------------------------------------------------------------------ the schedule
 
 
-def test_the_model_launches_what_the_bench_counts(scheduled):
+def test_the_model_calls_what_the_bench_counts(scheduled):
     """Counts of calls against those that the bench gives its lines, which are typed there."""
     counted = {line.name: line.ours_count for line in step.lines(1, 32768, step.known_rows())}
     assert scheduled.counts == counted and scheduled.unnamed == []
     # Outside of the layers: embedding, the head's site and its product.
     layers = {kind: sum(n for (_, of), n in scheduled.calls.items() if of is kind) for kind in (*LayerKind, None)}
-    assert scheduled.launches == 2 * layers["SWA"] + 21 * layers["CSA"] + 20 * layers["HCA"] + 3 and layers[None] == 3
+    assert scheduled.calls_a_step == 2 * layers["SWA"] + 21 * layers["CSA"] + 20 * layers["HCA"] + 3
+    assert layers[None] == 3
     assert layers["CSA"] - layers["SWA"] == 6 and layers["HCA"] - layers["SWA"] == 2
     assert scheduled.a_layer("routed MoE MXFP4", LayerKind.CSA) == 5
-    assert scheduled.places_of("wq_b fp8") == scheduled.places_of("indexer wq_b fp8")  # one launch
+    assert scheduled.places_of("wq_b fp8") == scheduled.places_of("indexer wq_b fp8")  # one call
 
 
 def test_a_call_in_no_line_is_named(scheduled):
     place = schedule.Place("attn", "softcap")
     more = replace(scheduled, calls={**scheduled.calls, (place, LayerKind.CSA): 2})
-    assert more.unnamed == [place] and more.launches == scheduled.launches + 42
+    assert more.unnamed == [place] and more.calls_a_step == scheduled.calls_a_step + 42
     assert run_case.unaccounted(ROWS, more) == ["attn: softcap"]
     fewer = {key: n for key, n in scheduled.calls.items() if key[0].op != "topk"}
     assert run_case.unaccounted(ROWS, replace(scheduled, calls=fewer)) == ["top-k: no call of the model"]
@@ -146,7 +147,7 @@ def test_what_checks_look_at(scheduled):
     assert run_case.unaccounted(lost, scheduled) == [f"top-k, b {batch}" for batch in step.BATCHES]
     slower = [one._replace(ours_us=1.01 * one.ours_us) if one.name == "LM head" else one for one in ROWS]
     assert set(run_case.readme_off(slower)) >= {f"LM head bf16, b {batch}" for batch in step.BATCHES}
-    assert run_case.pretended(run_case.Live([], "")) == ["nothing timed, no reason"]
+    assert run_case.pretended(run_case.Live([], "")) == ["silent"]
 
 
 def test_sums_are_of_the_same_lines():
@@ -192,16 +193,29 @@ def test_attention_is_compared_with_the_same_work_alone():
     assert run_case._public(shared, 8, [parts], False)[:2] == (5.0, "DeepGEMM")
 
 
+def test_other_work_is_no_public_time():
+    """HCA's compressor keeps a running softmax where packages read 128 rows."""
+    line = next(one for one in step.lines(8, run_case.CONTEXT, step.known_rows()) if one.name == "HCA compressor")
+    assert run_case._public(line, 8, [row(*step.key_of(line.others[0]), run_case.CARD, vLLM=3.0)], False) is None
+    assert set(run_case.UNEQUAL) <= {one.name for one in ROWS}
+    assert {one.name for one in ROWS if one.public is None} >= set(run_case.UNEQUAL)
+
+
 def test_both_records_agree_on_the_same_kernels(monkeypatch):
     count, ratio = run_case.same_kernels()
     assert count > 0 and 1 <= ratio < 1.1
     made = {
-        run_case.FOLDER: row("a", "", H100, ours=1.0, vLLM=2.0, torch_topk=9.0) | row("b", "", H100, cuBLAS=4.0),
-        run_case.results.FOLDER: row("a", "", H100, ours=5.0, vLLM=3.0, torch_topk=1.0)
-        | row("b", "", H100, cuBLAS=3.2),
+        run_case.FOLDER: row("a", "", run_case.CARD, ours=1.0, vLLM=2.0, torch_topk=9.0)
+        | row("b", "", run_case.CARD, cuBLAS=4.0)
+        | row("c", "", run_case.CARD, cuBLAS=4.0),
+        run_case.results.FOLDER: row("a", "", run_case.CARD, ours=5.0, vLLM=3.0, torch_topk=1.0)
+        | row("b", "", run_case.CARD, cuBLAS=3.2)
+        | row("c", "", H100, cuBLAS=8.0),
     }
     monkeypatch.setattr(run_case.results, "load", lambda folder: list(made[folder].values()))
     assert run_case.same_kernels() == (2, 1.5)
+    made[run_case.FOLDER] = row("d", "", run_case.CARD, cuBLAS=4.0)
+    assert run_case.same_kernels() == (0, 1.0)
 
 
 def test_a_source_says_whether_kernels_changed_since(monkeypatch):
@@ -245,6 +259,9 @@ def test_goals_name_lines_and_batches_that_there_are():
     (lost,) = (one for one in run_case.judged(ROWS[1:], STEPS) if one.us is None)
     assert lost.goal.what == "routed MoE MXFP4" and lost.verdict == "not measured"
     assert run_case.judged(ROWS, [])[0].verdict == "not measured"
+    mixed = [one._replace(run=f"today now {H100}") if one.name == "indexer wq_b fp8" else one for one in ROWS]
+    (sums,) = (one for one in run_case.judged(mixed, STEPS) if " & " in one.goal.what and one.goal.batch == 1)
+    assert sums.verdict == "open" and sums.us == both.us and sums.gpu == f"{H100}, {run_case.CARD}"
 
 
 def test_bad_files_and_cards_are_refused(monkeypatch, tmp_path):
@@ -303,6 +320,7 @@ def test_with_one_its_lines_are_timed_by_the_bench(monkeypatch, capsys):
     assert (head.name, head.us, head.calls) == ("LM head", None, 0)  # its row failed
     assert {row.op for row in seen} == {"mhc", "mhc_fp8", "linear_bf16"} and run_case.pretended(found) == []
     assert run_case.pretended(run_case.Live([mhc._replace(calls=0)], "")) == [mhc.name]
+    assert run_case.pretended(run_case.Live([head, mhc._replace(us=None, calls=0)], "")) == ["silent"]  # all failed
     figures.here(found)
     out = capsys.readouterr().out
     assert "not timed" in out and run_case.CARD in out
@@ -311,7 +329,7 @@ def test_with_one_its_lines_are_timed_by_the_bench(monkeypatch, capsys):
 # ------------------------------------------------------------------------ figures
 
 
-def test_figures_say_which_card_and_what_is_missing():
+def test_figures_say_which_card_and_what_is_missing(monkeypatch):
     some = [one._replace(public=None) if one.group in (step.MOE, step.HEAD) else one for one in ROWS]
     some = [one._replace(ours_us=None, state="no kernel") if one.name == "top-k" else one for one in some]
     waterfall, whole = figures.measured(some), figures.one_graph(ROWS, STEPS)
@@ -321,6 +339,8 @@ def test_figures_say_which_card_and_what_is_missing():
     counts = Counter(re.findall(r"b \d+(?=: routed)", text))
     assert list(counts) == [f"b {batch}" for batch in step.BATCHES]
     assert run_case.CARD in alt_text(whole) and all(one.gpu in alt_text(whole) for one in STEPS)
+    monkeypatch.setattr(run_case, "goals", list)
+    assert "(no goal)" in alt_text(figures.one_graph(ROWS, STEPS)) and "(no goal)" not in alt_text(whole)
     for fig in (waterfall, whole, figures.losses(ROWS, 5)):
         assert to_png(fig).startswith(b"\x89PNG")
 
@@ -346,6 +366,8 @@ def test_what_is_missing_is_listed(monkeypatch):
     (rows,) = shown
     ours, public = "ours: no kernel when it was recorded", "public: no package's kernel was timed"
     assert rows == [(both.name, ours, "8"), (both.name, public, "32")]
+    figures.lacking([one for one in ROWS if one.name == "HCA compressor"])
+    assert shown[1] == [("HCA compressor", f"public: {run_case.UNEQUAL['HCA compressor']}", "1, 8, 32, 128")]
 
 
 def test_rows_of_the_first_tables(scheduled, monkeypatch):
@@ -401,7 +423,7 @@ def test_tables(scheduled, capsys):
     figures.goals(run_case.judged(ROWS, STEPS))
     figures.checks({"one": [], "two": ["a", "b"]})
     out = capsys.readouterr().out
-    assert "in no line: model: embedding" in out and "2 SWA, 21 CSA, 20 HCA layers" in figures.launches(scheduled)
+    assert "in no line: model: embedding" in out and "2 SWA, 21 CSA, 20 HCA layers" in figures.calls_of(scheduled)
     assert "ours: no kernel when it was recorded" in out and "nothing" in out and "a; b" in out
     assert f"{STEPS[0].batch * 1e3 / STEPS[0].ms:,.0f}" in out and H100 in out
     assert len(run_case.sources(ROWS)) == len({one.run for one in ROWS})

@@ -153,6 +153,10 @@ def test_figures(capsys, alone, seven):
     kept = change()._replace(accepted=7, length=23)  # as a fault of verification leaves it
     for draw, rows in ((figures.rollback, 4), (figures.hca_rollback, 128)):
         assert "No draft was rejected" in alt_text(draw(kept, {"csa_state": 16, "hca_state": 256}, rows))
+    closed = change()._replace(start=120, accepted=7, length=128)  # its last draft closes the window
+    drawn = figures.hca_rollback(closed, {"hca_state": 256}, 128)
+    words = " ".join(one.get_text() for one in drawn.axes[0].texts)
+    assert "of no position: the window closed at 127" in words and "0 rows of its open window" in alt_text(drawn)
     crossing = change()._replace(start=126, length=128)
     assert "rows 128 to 133, past the 0 rows" in alt_text(figures.hca_rollback(crossing, {"hca_state": 256}, 128))
     assert "tokens a step over drafts K" in alt_text(figures.tokens_a_step(accepted))

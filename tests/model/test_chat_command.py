@@ -205,9 +205,31 @@ def test_a_call_is_shown_and_its_result_typed(talking, writes, tools, mode):  # 
 def test_calls_that_are_cut_off_are_shown_as_they_are(talking, writes, tools):  # noqa: F811
     cut = CALLS[: CALLS.index("</")]
     writes(f"a{cut}")
-    done = said(talking, "q\n/result 1 x\n/result 1\n", "--tools", str(tools), "--tokens", "900")
+    done = said(talking, "q\n/result 1 x\n/result 1\n/result\n", "--tools", str(tools), "--tokens", "900")
     assert done.stdout == f"a{cut}\n" and "the reply is not kept" in done.stderr
-    assert "none does" in done.stderr and "/result CALL TEXT: the call's number" in done.stderr
+    assert f"a{cut}\nthe reply is not kept" in done.output  # after the line that it is about
+    assert done.stderr.count("none does") == 2 and "/result CALL TEXT: the call's number" in done.stderr
+
+
+def test_a_value_that_does_not_encode_ends_no_chat(talking, writes, tools):  # noqa: F811
+    value = f'<{DSML}parameter name="x" string="false">"\\ud800"</{DSML}parameter>'
+    bad = f'<{DSML}tool_calls>\n<{DSML}invoke name="f">\n{value}\n</{DSML}invoke>\n</{DSML}tool_calls>'
+    writes(bad, "fine")
+    done = said(talking, "q\nq\n", "--tools", str(tools), "--tokens", "900")
+    assert done.exit_code == 0, done.exception
+    assert done.stdout == f"{bad}\nfine\n" and "has a lone surrogate" in done.stderr
+
+
+def test_a_result_may_be_empty_and_words_lie_apart(talking, writes, tools):  # noqa: F811
+    prompts = writes(CALLS, "fine")
+    done = said(talking, "q\n/result\tg \t 2  C\n/result  1\n", "--tools", str(tools), "--tokens", "900")
+    assert done.exit_code == 0, done.exception
+    assert "<tool_result></tool_result>\n\n<tool_result>2  C</tool_result>" in prompts[1]
+
+
+def test_results_are_announced_with_tools(talking, tools):  # noqa: F811
+    alone, given = said(talking, "/what\n"), said(talking, "/what\n", "--tools", str(tools))
+    assert "/result" not in alone.stderr and given.stderr.count("; /result CALL TEXT answers a call") == 2
 
 
 def test_results_that_do_not_fit_are_taken_back(talking, writes, tools):  # noqa: F811

@@ -165,6 +165,32 @@ def test_results_that_no_call_waits_for_are_named(tokenizer):
     )
 
 
+def test_a_place_goes_before_a_name(tokenizer):
+    """Tools whose names are numbers: first a call's place, then a name."""
+    talk = Conversation(tokenizer, ChatOptions("chat"), tools=TOOLS)
+    talk.ask("q")
+    talk.answer(tokenizer.encode(calls_text("2", "1", "7"), bos=False))
+    talk.add_result("1", "")
+    assert list(talk.open_calls) == [2, 3] and talk.messages[-1]["content"] == ""
+    talk.add_result("7", "r")
+    assert list(talk.open_calls) == [2]
+    talk.add_result("1", "r")  # no open call has this place
+    assert not talk.open_calls
+
+
+def test_replies_that_do_not_encode_are_taken_back(tokenizer):
+    talk = Conversation(tokenizer, ChatOptions("chat"), tools=TOOLS)
+    before = talk.ask("q")
+    for value in ('"\\ud800"', '{"\\udfff": 1}', '[["\\ud83d"]]'):
+        lines = f'<{DSML}invoke name="f">\n<{DSML}parameter name="x" string="false">{value}</{DSML}parameter>'
+        text = f"<{DSML}tool_calls>\n{lines}\n</{DSML}invoke>\n</{DSML}tool_calls>"
+        with pytest.raises(ReplyError, match="'x' has a lone surrogate"):
+            talk.answer(tokenizer.encode(text, bos=False))
+        assert talk.ask("q") == before
+    pair = text.replace(value, '"\\ud83d\\ude00"')
+    assert talk.answer(tokenizer.encode(pair, bos=False)).tool_calls[0]["arguments"] == {"x": "\N{GRINNING FACE}"}
+
+
 def test_what_has_no_reply_is_taken_back_whole(tokenizer):
     talk = Conversation(tokenizer, ChatOptions("chat"), "S", TOOLS)
     talk.ask("q")

@@ -39,12 +39,19 @@ def test_schemas_are_read_in_both_forms(tmp_path):
         ([{"description": "d"}], "name"),
         ([WHOLE, WHOLE], "'f'"),
         ([{"name": "f", "parameters": {"description": EOS}}], "marks"),
+        ([WHOLE, {"name": "g", "description": 1}], r"^tools\[1\]\.description of g="),
+        ([WHOLE, {"name": 'g"'}], r"^tools\[1\]\.name="),
+        ([{**WHOLE, "strict": True}], r"^tools\[0\]=\['strict'\]"),
+        ('[{"name": "f", "parameters": {"maximum": NaN}}]', "NaN is no JSON"),
+        ('[{"name": "f", "parameters": {"maximum": -Infinity}}]', "-Infinity is no JSON"),
+        ('[{"name": "f"}, {"name": "g", "description": "\\ud800"}]', r"^tools\[1\]=.*lone surrogates"),
+        ('[{"name": "\\udfff", "description": 1}]', r"^tools\[0\]=.*lone surrogates"),
     ],
 )
 def test_files_that_are_wrong_are_named(tmp_path, value, message):
     with pytest.raises(ArgumentError, match=message) as found:
         read_tools(written(tmp_path, value))
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(found.value) and str(found.value).encode()
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -33,30 +33,31 @@ def _short(value: float | None) -> str:
 
 
 def what_a_step_is(scheduled: Schedule) -> None:
-    """Show every line of a step: launches in a layer of each kind and in a step, and the calls of the model."""
+    """Show every line of a step: calls in a layer of each kind, lines in a step, and what the calls are."""
     names = {one.name: one.group for one in needs(scheduled.config, 1, CONTEXT)}
     rows = []
     for line, group in sorted(names.items(), key=lambda item: CLASSES.index(item[1])):
         layers = [str(scheduled.a_layer(line, kind) or "") for kind in LayerKind]
         calls = ", ".join(map(str, scheduled.places_of(line)))
         rows.append((group, line, *layers, scheduled.counts.get(line, 0), calls))
-    kinds = (f"in an {kind} layer" if kind != "CSA" else "in a CSA layer" for kind in LayerKind)
-    show_table(("class", "line", *kinds, "a step", "calls of the model"), rows)
+    kinds = (f"calls in {'a' if kind == LayerKind.CSA else 'an'} {kind} layer" for kind in LayerKind)
+    show_table(("class", "line", *kinds, "a step", "what is called"), rows)
     for place, reason in BESIDE.items():
         print(f"in no line: {place} ({reason})")
 
 
-def launches(scheduled: Schedule) -> str:
+def calls_of(scheduled: Schedule) -> str:
     """Say how many calls of ops a step has, and of how many layers of each kind."""
     kinds = ", ".join(f"{scheduled.layers(kind)} {kind}" for kind in LayerKind)
-    return f"{scheduled.launches:,} calls of ops, a launch each: {kinds} layers, embedding and head"
+    text = f"{scheduled.calls_a_step:,} calls of ops: {kinds} layers, embedding and head"
+    return f"{text}; attention with splits launches twice"
 
 
 # --------------------------------------------------------------------- floors
 
 
 def floors_table(batch: int, context: int, bandwidth: float, config: ModelConfig = FLASH) -> None:
-    """Show what each line of a step must move, MB of one launch, and its floor; ``bandwidth`` in TB/s."""
+    """Show what each line of a step must move, MB of one call, and its floor; ``bandwidth`` in TB/s."""
     rate, rows = bandwidth * 1e12, []
     for one in sorted(needs(config, batch, context), key=lambda need: CLASSES.index(need.group)):
         floor = one.floor_us(rate)
@@ -144,7 +145,8 @@ def lacking(rows: Sequence[Recorded]) -> None:
         if one.ours_us is None:
             found.setdefault((one.name, f"ours: {one.state} when it was recorded"), []).append(one.batch)
         if one.public is None:
-            found.setdefault((one.name, "public: no package's kernel was timed"), []).append(one.batch)
+            why = run_case.UNEQUAL.get(one.name, "no package's kernel was timed")
+            found.setdefault((one.name, f"public: {why}"), []).append(one.batch)
     show_table(("line", "what is missing", "b"), [(*key, ", ".join(map(str, of))) for key, of in found.items()])
 
 
@@ -220,7 +222,9 @@ def one_graph(rows: Sequence[Recorded], steps: Sequence[Whole]) -> Figure:
     panels = []
     for one in steps:
         cold, nodes, floor = _both(rows, one)
-        title = f"b {one.batch}: ms a step (goal on an {CARD.split()[-1]}: {promised[one.batch]:g})"
+        goal = promised.get(one.batch)
+        said = "no goal" if goal is None else f"goal on an {CARD.split()[-1]}: {goal:g}"
+        title = f"b {one.batch}: ms a step ({said})"
         bounds = [cold.floor, cold.floor, floor]
         panels.append(Panel(title, [cold.ours, nodes, one.ms], "{:.3g}", bounds=bounds))
     cards = "" if card == _gpus(steps) else "two kinds of cards; "

@@ -22,10 +22,10 @@ MXFP4 = 0.5 + 1 / 32  # bytes of a weight: E2M1, and a scale for 32
 
 
 class Need(NamedTuple):
-    """What one launch of a line needs.
+    """What one call of a line needs.
 
     Attributes:
-        group, name: class and line. count: launches a step.
+        group, name: class and line. count: lines a step.
         weights, cache, tokens: bytes that must cross the memory. flops: of its MMAs; peak: FLOP/s that these can reach.
     """
 
@@ -40,11 +40,11 @@ class Need(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All bytes of one launch."""
+        """All bytes of one call."""
         return round(self.weights + self.cache + self.tokens)
 
     def floor_us(self, bandwidth: float) -> float:
-        """Return the least time of one launch in us; ``bandwidth`` in bytes/s."""
+        """Return the least time of one call in us; ``bandwidth`` in bytes/s."""
         return max(self.bytes / bandwidth, self.flops / self.peak) * 1e6
 
 

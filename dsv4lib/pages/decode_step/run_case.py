@@ -40,7 +40,10 @@ from dsv4lib.pages.hopper import ops_table, step_table
 FOLDER, CONTEXT, BATCHES = step_table.FOLDER, step_table.CONTEXT, step.BATCHES
 CARD = "NVIDIA H200"  # that the lines, and the goals, are of
 PYTORCH = "torch"  # in the names of its own code: no package's kernel
+SEVERAL = ", "  # between the names of several GPUs
 WHOLE = "whole step"
+UNEQUAL = {"HCA compressor": "packages read 128 rows of each request at the step that closes a window, 1 in 128"}
+"""Line -> why packages' kernels do other work than ours; it has no public time."""
 FAULTS = {
     "none": "everything as it was recorded",
     "line_dropped": "a line is lost from the record",
@@ -64,7 +67,7 @@ class Public(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """One line of a step of a batch. us are of one launch; None: not timed.
+    """One line of a step of a batch. us are of one call; None: not timed.
 
     Attributes:
         group, name: class and line. count: of others, and of the floor, a step; ours_count: of ours.
@@ -138,7 +141,7 @@ def gpu_of(run: str) -> str:
 
 def card(rows: Iterable[Recorded]) -> str:
     """Name the GPUs that lines were timed on."""
-    return ", ".join(sorted({gpu_of(one.run) for one in rows}))
+    return SEVERAL.join(sorted({gpu_of(one.run) for one in rows}))
 
 
 def bandwidth(gpu: str) -> float:
@@ -176,6 +179,8 @@ def _best(key: tuple[str, str], records: Sequence[Mapping[tuple[str, str], Resul
 
 def _public(line: step.Line, batch: int, records: Sequence, pytorch: bool) -> Public | None:
     """Add up the rows of others that do a line's work; attention's are among the ops' own rows alone."""
+    if line.name in UNEQUAL:
+        return None
     keys = [step.key_of(row) for row in line.others]
     if line.group == step.ATTENTION:
         keys = [("fmha", f"Flash {line.name.split()[-1]} T {batch}")]
@@ -286,8 +291,14 @@ def over_floor(rows: Iterable[Recorded], batch: int) -> float:
 
 
 def same_kernels() -> tuple[int, float]:
-    """Compare providers that both records timed on the same row: (how many, largest ratio of their times)."""
-    first, second = ({(one.op, one.shape): one for one in results.load(folder)} for folder in (FOLDER, results.FOLDER))
+    """Compare providers that both records timed on `CARD`, on the same row: (how many, largest ratio of their times).
+
+    Where there is none, the ratio is 1.
+    """
+    first, second = (
+        {(one.op, one.shape): one for one in results.load(folder) if gpu_of(one.run) == CARD}
+        for folder in (FOLDER, results.FOLDER)
+    )
     ratios = []
     for key in first.keys() & second.keys():
         for one in first[key].found:
@@ -295,7 +306,7 @@ def same_kernels() -> tuple[int, float]:
             package = not one.provider.startswith((OURS, COPY)) and PYTORCH not in one.provider
             if package and one.us and other is not None and other.us:
                 ratios.append(max(one.us / other.us, other.us / one.us))
-    return len(ratios), max(ratios)
+    return len(ratios), max(ratios, default=1.0)
 
 
 # --------------------------------------------------------------------- checks
@@ -380,7 +391,8 @@ class Judged(NamedTuple):
     """A goal beside what was measured: us (None: nothing was), on which GPU, and the verdict.
 
     The verdict is "reached" or "missed" by a time of `CARD`. By another GPU's, it is "reached on a slower card", or
-    "missed at any bandwidth" if scaling by bandwidths, as if all of it were bytes, is not enough; else "open".
+    "missed at any bandwidth" if scaling by bandwidths, as if all of it were bytes, is not enough; else "open". Lines of
+    several kinds of GPUs have a sum of none: "open".
     """
 
     goal: Goal
@@ -433,7 +445,11 @@ def judged(rows: Sequence[Recorded], steps: Sequence[Whole], fault: str = "none"
             known = [one for one in lines if one is not None]
             times = [one.ours_us for one in known if one.ours_us is not None]
             us, gpu = sum(times) if len(times) == len(lines) else None, card(known)
-        found.append(Judged(goal, us, gpu, "not measured" if us is None else verdict(goal.us, us, gpu, fault)))
+        if us is None:
+            said = "not measured"
+        else:
+            said = "open" if SEVERAL in gpu else verdict(goal.us, us, gpu, fault)
+        found.append(Judged(goal, us, gpu, said))
     return found
 
 
@@ -513,6 +529,7 @@ def _timed(past: Mapping[str, Recorded], groups: Sequence[str], batch: int) -> l
 
 
 def pretended(found: Live) -> list[str]:
-    """Name lines that have a time without a call, and a run that neither timed lines nor says why."""
-    silent = ["nothing timed, no reason"] if not found.lines and not found.skipped else []
-    return [*(one.name for one in found.lines if one.us is not None and not one.calls), *silent]
+    """Name lines that have a time without a call, and "silent" if no line has a time and no reason is given."""
+    times = [one for one in found.lines if one.us is not None]
+    silent = [] if times or found.skipped else ["silent"]
+    return [*(one.name for one in times if not one.calls), *silent]

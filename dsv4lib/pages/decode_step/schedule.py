@@ -1,8 +1,9 @@
-"""Read from the model itself what a decode step launches, and which line of the bench each launch belongs to.
+"""Read from the model itself what a decode step calls, and which line of the bench each call belongs to.
 
 A model of one SWA, one CSA and one HCA layer, of small sizes, runs a step on the oracles of a Hopper's ops. Every call
-of an op is noted with the module that makes it. A layer's calls times the layers of its kind are the launches of Flash;
-`COVERS` says which lines they are. A call that is in no line must be in `BESIDE`, with the reason.
+of an op is noted with the module that makes it. A layer's calls times the layers of its kind are those of Flash;
+`COVERS` says which lines they are. A call is not always one launch: attention with splits launches twice. A call that
+is in no line must be in `BESIDE`, with the reason.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a step launches.
+    """What a step calls.
 
     Attributes:
         config: whose layers are counted. calls: by place and kind of layer (None: outside of the layers), of one layer.
@@ -121,8 +122,8 @@ class Schedule:
         return 1 if kind is None else len(self.config.layers_of(kind))
 
     @property
-    def launches(self) -> int:
-        """Launches of a step."""
+    def calls_a_step(self) -> int:
+        """Calls of ops in a step."""
         return sum(count * self.layers(kind) for (_, kind), count in self.calls.items())
 
     @property
@@ -148,7 +149,7 @@ class Schedule:
         ]
 
     def a_layer(self, line: str, kind: LayerKind | None) -> int:
-        """Count the launches of a line in a layer of a kind."""
+        """Count the calls that do a line's work in a layer of a kind."""
         own = [(place, n) for (place, of), n in self.calls.items() if of is kind and place in COVERS]
         return sum(n for place, n in own if line in COVERS[place].of(kind))
 

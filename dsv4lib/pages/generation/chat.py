@@ -82,7 +82,7 @@ def command(options: Options, wish: ChatWish, console: Console) -> None:
         talk = Conversation(tokenizer, chosen, wish.system, tools)
         positions = serving.capacity(listed, wish.context)
         scheduler = serving.scheduler(listed, positions, options, backend, console)
-        console.print(f"back end {backend}, {positions} tokens of context; {COMMANDS}")
+        console.print(f"back end {backend}, {positions} tokens of context; {_commands(talk)}")
         _converse(Session(scheduler, talk, params, options.tokens, wish.hits, console))
 
 
@@ -113,6 +113,10 @@ def _lines() -> Iterator[str]:
             return
 
 
+def _commands(talk: Conversation) -> str:
+    return f"{COMMANDS}; {RESULT} answers a call of a tool" if talk.tools else COMMANDS
+
+
 def _converse(session: Session) -> None:
     for number, line in enumerate(_lines()):
         if line == "/quit":
@@ -120,21 +124,22 @@ def _converse(session: Session) -> None:
         if line == "/reset":
             session.talk.reset()
             session.console.print("the conversation is forgotten")
-        elif line.split(" ")[0] == "/result":
+        elif line.split()[:1] == ["/result"]:
             _result(session, number, line)
         elif line.startswith("/"):
-            session.console.print(f"{line.split()[0]} is no command; {COMMANDS}", markup=False)
+            session.console.print(f"{line.split()[0]} is no command; {_commands(session.talk)}", markup=False)
         elif line:
             _turn(session, number, partial(session.talk.ask, line))
 
 
 def _result(session: Session, name: int, line: str) -> None:
-    """Add a tool's result; write the reply when no call is open."""
-    words = line.split(" ", 2)
-    if len(words) < 3:
-        session.console.print(f"{RESULT}: the call's number or its tool's name, and the result", markup=False)
+    """Add a tool's result, which may be empty; write the reply when no call is open."""
+    _, call, text, *_ = *line.split(None, 2), "", ""
+    if not call:
+        text = f"{RESULT}: the call's number or its tool's name, and the result, which may be empty"
+        session.console.print(text, markup=False, soft_wrap=True)
         return
-    add = partial(session.talk.add_result, *words[1:])
+    add = partial(session.talk.add_result, call, text)
     if len(session.talk.open_calls) > 1:
         _said(session, add)
         _print_open(session)
@@ -194,13 +199,16 @@ def _end(session: Session, drawn: Sequence[int], held: str) -> None:
     """Keep a reply and write its calls, one a line; ``held`` is what was not written yet."""
     talk, console = session.talk, session.console
     calls: tuple[dict[str, Any], ...] = ()
+    refused = None
     try:
         if drawn:
             calls = talk.answer(drawn).tool_calls
         else:
             talk.take_back()
     except ReplyError as error:
-        console.print(str(error), markup=False, soft_wrap=True)
-    shown("" if calls else held)
-    shown("\n" + "".join(f"call {n}: {shown_call(call)}\n" for n, call in enumerate(calls, 1)))
+        refused = str(error)
+    shown(("" if calls else held) + "\n")
+    if refused:
+        console.print(refused, markup=False, soft_wrap=True)
+    shown("".join(f"call {n}: {shown_call(call)}\n" for n, call in enumerate(calls, 1)))
     _print_open(session)

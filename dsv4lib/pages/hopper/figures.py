@@ -1,4 +1,4 @@
-"""Show what an H200 measured. From committed rows, and one kernel run here."""
+"""Show what an H200 measured, from committed rows, and one kernel that runs here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAST = (1 << 20) - 1  # the largest position
 
 
 def recorded(fault: str = "none") -> list[Result]:
-    """Return the committed rows. With an injected fault as if bytes or verdicts were miscounted."""
+    """Return the committed rows; with an injected fault, as if bytes or verdicts were miscounted."""
     rows = results.load()
     if fault == "bytes_doubled":
         return [dataclasses.replace(row, floor_us=row.floor_us and 2 * row.floor_us) for row in rows]
@@ -49,7 +49,7 @@ def recorded(fault: str = "none") -> list[Result]:
 
 
 def impossible(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """List (op, shape, provider) of every time shorter than the row's bytes take. The bytes are miscounted."""
+    """List (op, shape, provider) of every time shorter than the row's bytes take: these are miscounted."""
     return [
         (row.op, row.shape, provider.provider)
         for row in rows
@@ -75,7 +75,7 @@ def judged(rows: Sequence[Result]) -> Counter[str]:
 
 
 def verdicts(rows: Sequence[Result]) -> None:
-    """A line an op: rows, verdicts, and our time over the best other's."""
+    """Show a line an op: rows, verdicts, and our time over the best other's."""
     table = []
     for op, some in groupby(rows, key=lambda row: row.op):
         own = list(some)
@@ -113,7 +113,7 @@ def _case(row: Result) -> Case:
 
 
 def missed(rows: Sequence[Result]) -> None:
-    """Show the rows that miss their goal. By how much, what bounds them, what was tried."""
+    """Show the rows that miss their goal: by how much, what bounds them, what was tried."""
     notes = ops_table.notes()
     lines = [
         (r.op, r.shape, f"{r.ours_us:.1f}" if r.ours_us else "", r.promise, f"{r.ratio:.2f}" if r.ratio else "", *note)
@@ -124,7 +124,7 @@ def missed(rows: Sequence[Result]) -> None:
 
 
 def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
-    """What the GPU's counters said of ours, by (op, shape). With an injected fault as if everything were read twice."""
+    """Return what the GPU's counters said of ours, by (op, shape); a fault reads everything twice."""
     ours = {key[:2]: one for key, one in counters.load().items() if key[2] == OURS}
     if fault == "read_twice":
         return {key: dataclasses.replace(one, hbm_read=2 * one.hbm_read) for key, one in ours.items()}
@@ -132,7 +132,7 @@ def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
 
 
 def excess(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> dict[tuple[str, str], float]:
-    """Return counted HBM bytes over the least that the row needs. Of rows of at least `LARGE` bytes."""
+    """Return counted HBM bytes over the least that a row needs, for rows of at least `LARGE` bytes."""
     return {
         key: (one.hbm_read + one.hbm_write) / row.bytes
         for row in rows
@@ -141,7 +141,7 @@ def excess(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> dic
 
 
 def slots(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> None:
-    """Find the where the time of the missed rows goes, by the GPU's counters."""
+    """Show where the time of the missed rows goes, by the GPU's counters."""
     names = "op", "shape", "us", "HBM MB", "least MB", "L2 MB", "issue slots %", "warps %", "waits mostly for"
     lines = []
     for row in rows:
@@ -156,7 +156,7 @@ def slots(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> None
 
 
 def live(only: str = "inv_rope_quant", shape: str = "Flash T 128") -> str:
-    """Time a row on this machine's GPU, if it has one; otherwise why not."""
+    """Time a row on this machine's GPU if it has one; otherwise say why not."""
     status = backends.status("native", "sm_90a")
     if not status.available:
         return f"nothing timed here: {status.reason}"
@@ -166,7 +166,7 @@ def live(only: str = "inv_rope_quant", shape: str = "Flash T 128") -> str:
 
 
 def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple[int, int, int]:
-    """Run one kernel, inverse RoPE with FP8 quantisation, in the emulator. Compiled for Blackwell and for Hopper.
+    """Run inverse RoPE with FP8 quantisation in the emulator, compiled for Blackwell and for Hopper.
 
     Args:
         tokens, heads: of the attention output. seed: of its values.

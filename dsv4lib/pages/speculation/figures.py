@@ -34,7 +34,7 @@ CELL, HIGH = 1.0, 0.8
 
 
 def flow() -> Figure:
-    """A step with drafts: what drafts, what verifies, what goes back."""
+    """Draw a step with drafts: what drafts, what verifies, what goes back."""
     lanes = {
         "drafting, K times": [
             ("streams", "of the last token", SKY),
@@ -83,7 +83,7 @@ def runs_table(runs: dict[int, Served]) -> None:
 
 @styled
 def acceptance(found: Accepted, places: int) -> Figure:
-    """Draw acceptance by place of the draft, after those before it, with counts. Also of the whole prefix."""
+    """Draw acceptance by place of the draft: after those before it, with counts, and of the whole prefix."""
     fig = style.new_figure(height=3.5)
     left, right = fig.subplots(1, 2, sharey=True)
     x = torch.arange(1, len(found.reached) + 1)
@@ -113,7 +113,7 @@ def acceptance(found: Accepted, places: int) -> Figure:
 
 @styled
 def distributions(chains: Chains, position: int, counts: torch.Tensor) -> Figure:
-    """Draw target and draft distribution of one token. Also what a rejection draws from, and what came out."""
+    """Draw target and draft distribution of one token, what a rejection draws from, and what came out."""
     p, q, drawn = chains.p[position], chains.q[position], counts.double() / counts.sum()
     rest = residual(p, q)
     order = torch.maximum(p, q).argsort(descending=True)[:SHOWN]
@@ -162,7 +162,7 @@ def position_table(chains: Chains, position: int) -> None:
 
 @styled
 def rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
-    """Show what one step wrote into window, state ring and entries. Also what the next token reads of them."""
+    """Show what one step wrote into window, state ring and entries, and what the next token reads of them."""
     end, rows = change.start + 1 + change.drafts, rings["csa_state"]
     first = change.length // rate * rate - rate
     kind = {p: _kind(change, p) for p in range(end)}
@@ -203,7 +203,7 @@ def rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
 
 @styled
 def hca_rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
-    """HCA's ring after a step, a cell a row, beside the running softmax that it has without drafts."""
+    """Draw HCA's ring after a step, a cell a row, beside the running softmax that it has without drafts."""
     end, rows, across = change.start + 1 + change.drafts, rings["hca_state"], 64
     first = change.length // rate * rate
     fig = style.new_figure(height=3.4)
@@ -222,6 +222,9 @@ def hca_rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
     below = -1.3 * math.ceil(rows / across) - 1.1
     mixed = LOST if change.length < end else TAKEN
     state = f"maximum, sum and weighted sum over positions {first} to {end - 1}: {mixed}s are in all three"
+    if first == end:
+        mixed, state = UNUSED, f"maximum, sum and weighted sum of no position: the window closed at {end - 1}"
+    used.add(mixed)
     ax.add_patch(Rectangle((0, below), across - 0.14, 1.1, facecolor=COLOURS[mixed], edgecolor="none"))
     ax.text(across / 2, below + 0.55, state, ha="center", va="center", fontsize=8, color=ink_on(COLOURS[mixed]))
     ax.text(-0.8, below + 0.55, "running: one row", ha="right", va="center", fontsize=8)
@@ -231,12 +234,13 @@ def hca_rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
     handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in used]
     handles.append(Patch(color=style.INK, label=f"bar: read when the window of {rate} closes"))
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
-    lost = [p % rows for p in range(change.length, end)]
-    where = f"Rejected drafts lie in rows {lost[0]} to {lost[-1]}" if lost else "No draft was rejected"
-    alt = (
-        f"HCA's ring of {rows} rows after a step. {where}, past the {change.length - first} rows that its open window "
-    )
-    return style.set_alt(fig, alt + "keeps; a running softmax would hold them in its sums.")
+    lost, kept = [p % rows for p in range(change.length, end)], f"the {change.length - first} rows of its open window"
+    if lost:
+        where = f"Rejected drafts lie in rows {lost[0]} to {lost[-1]}, past {kept}"
+        where += "; a running softmax would hold them in its sums."
+    else:
+        where = f"No draft was rejected; the next token reads {kept}."
+    return style.set_alt(fig, f"HCA's ring of {rows} rows after a step. {where}")
 
 
 def _kind(change: Change, position: int) -> str:
@@ -261,14 +265,14 @@ def overwritten(change: Change, rings: dict[str, int], rate: int) -> None:
 
 
 def tokens_a_step(found: Accepted) -> Figure:
-    """Tokens that a step gives against drafts, from acceptance over held-out text."""
+    """Draw the tokens that a step gives against drafts, from acceptance over held-out text."""
     lines = {"greedy": run_case.a_step(found.greedy), "drawn at temperature 1": run_case.a_step(found.drawn)}
     x = torch.arange(len(lines["greedy"]))
     return viz.model.curves(x, {"from acceptance over held-out text": lines}, "drafts K", "tokens a step")
 
 
 def cost(found: Accepted) -> Figure:
-    """Draw weight bytes of Flash a token against drafts. For three batches, with nano's acceptance."""
+    """Draw weight bytes of Flash a token against drafts, for three batches, with nano's acceptance."""
     gains = run_case.a_step(found.greedy)
     lines = {f"{n} requests" if n > 1 else "1 request": run_case.relative_cost(FLASH, n, gains) for n in (1, 8, 64)}
     title = "computed: bytes of weights a token, over K = 0"
