@@ -1,4 +1,4 @@
-"""Mistakes of an append, injected one at a time. Every class is the kernel with one thing replaced, and compiles.
+"""Faults of an append, injected one at a time. Every class is the kernel with one thing replaced, and compiles.
 
 `FAULTS` holds them by name.
 """

@@ -1,4 +1,4 @@
-"""Mistakes of the kernel that stores KV entries, one at a time. A class is the kernel with one thing replaced.
+"""Faults of the kernel that stores KV entries, one at a time. A class is the kernel with one thing replaced.
 
 `FAULTS` holds them by name.
 """

@@ -1,4 +1,4 @@
-"""Mistakes of Hopper's attention, injected one at a time. Each is marked ``WRONG``.
+"""Faults of Hopper's attention, injected one at a time. Each is marked ``WRONG``.
 
 Every class is the kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds each: a kind
 of the emulator's reports, or "wrong numbers" (the comparison with fp64).

@@ -1,4 +1,4 @@
-"""Mistakes of the Hopper kernel of the scores, one at a time. A class is the kernel with one thing replaced.
+"""Faults of the Hopper kernel of the scores, one at a time. A class is the kernel with one thing replaced.
 
 `FAULTS` holds them by name, `CAUGHT_BY` what finds each: "wrong numbers", "stray bytes" or a kind of hazard.
 """

@@ -1,4 +1,4 @@
-"""Mistakes of the Hopper kernel of FP8 linears, injected one at a time. Each is marked ``WRONG``.
+"""Faults of the Hopper kernel of FP8 linears, injected one at a time. Each is marked ``WRONG``.
 
 Every class is the kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds each: a kind
 of the emulator's reports, "stopped" (a store past the output's end) or "wrong numbers" (the comparison with fp64).

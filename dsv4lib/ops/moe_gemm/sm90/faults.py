@@ -1,4 +1,4 @@
-"""Mistakes of the Hopper GEMM, injected one at a time; each is marked ``WRONG``.
+"""Faults of the Hopper GEMM, injected one at a time; each is marked ``WRONG``.
 
 Every class is the kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds each: a kind
 of the emulator's reports, "stray bytes" (the output holds a sentinel where no token is), "stopped" (a launch that does
