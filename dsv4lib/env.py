@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+INSTALLED = "workspace"  # in the package of a wheel, made by setup.py
 HOST_SIDE = ("__init__.py", "op.py", "bench", "peers")  # beginnings of names of an op: no kernel depends on it
 PACKAGES = (
     "torch",
@@ -33,10 +34,30 @@ PACKAGES = (
 )
 
 
+def package() -> Path:
+    """Return the folder of `dsv4lib` itself. Its parent is what Python's path must hold."""
+    return Path(__file__).resolve().parent
+
+
 @functools.cache
 def root() -> Path:
-    """The workspace: the folder that holds `dsv4lib/`, `stages/` and `notebooks/`."""
-    return Path(__file__).resolve().parent.parent
+    """Return the workspace: the folder that holds `stages/`, `notebooks/` and `data/`.
+
+    In a clone it is beside `dsv4lib`. A wheel carries one inside the package, which is only read.
+    """
+    beside = package().parent
+    return beside if (beside / "stages").is_dir() else package() / INSTALLED
+
+
+def is_installed() -> bool:
+    """Tell whether this is an installed wheel and not a clone: nothing may be written to its workspace."""
+    return root().is_relative_to(package())
+
+
+def own_data() -> Path:
+    """Return the folder for what a user of an installed wheel makes: `dsv4` in XDG_DATA_HOME or ~/.local/share."""
+    base = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "dsv4"
 
 
 def versions() -> dict[str, str]:
@@ -68,16 +89,17 @@ def source_fingerprint(*folders: str) -> str:
     """12 hex digits over the Python sources a result depends on (names and contents).
 
     Args:
-        folders: paths relative to the workspace; default `dsv4lib`.
+        folders: paths relative to the parent of `dsv4lib`; default `dsv4lib`.
     """
-    return _digest(path for folder in folders or ("dsv4lib",) for path in sorted((root() / folder).rglob("*.py")))
+    places = [package().parent / folder for folder in folders or ("dsv4lib",)]
+    return _digest(path for place in places for path in sorted(place.rglob("*.py")))
 
 
 def is_kernel_source(path: Path) -> bool:
     """Tell whether a compiled kernel may depend on this file. It is in `dsl`, `formats` or an op, not its host side."""
-    if not path.is_relative_to(root() / "dsv4lib"):
+    if not path.is_relative_to(package()):
         return False
-    room, *rest = path.relative_to(root() / "dsv4lib").parts
+    room, *rest = path.relative_to(package()).parts
     if room != "ops":
         return room in ("dsl", "formats")
     return len(rest) > 1 and rest[0] != "common" and not any(part.startswith(HOST_SIDE) for part in rest[1:])
@@ -85,13 +107,13 @@ def is_kernel_source(path: Path) -> bool:
 
 def kernel_fingerprint() -> str:
     """Return 12 hex digits over sources of compiled kernels, see `is_kernel_source`."""
-    return _digest(path for path in sorted((root() / "dsv4lib").rglob("*.py")) if is_kernel_source(path))
+    return _digest(path for path in sorted(package().rglob("*.py")) if is_kernel_source(path))
 
 
 def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(str(path.relative_to(root())).encode() + b"\0")
+        digest.update(str(path.relative_to(package().parent)).encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import verdicts
-from dsv4lib.lab.stage import workspace
+from dsv4lib.lab.stage import runs_folder, workspace
 from dsv4lib.lab.verdicts import LOOKS
 
 app = typer.Typer(
@@ -96,13 +96,18 @@ def stages(
         for spec in found:
             print(spec.name)
         return
-    last = {r.stage: r for r in records.load(workspace() / "data" / "runs") if r.kind == "run"}
+    last = {r.stage: r for r in records.load(runs_folder()) if r.kind == "run"}
     if as_json:
         print(json.dumps([_described(spec, last.get(spec.name)) for spec in found], indent=1))
         return
     from dsv4lib.lab.command import ladder
 
     console.print(ladder(sorted(found, key=lambda spec: spec.notebook), last))
+
+
+def _need_clone(command: str) -> None:
+    if env.is_installed():
+        raise DSV4Error(f"{command} needs a clone of the repository: an installed wheel has no tests and is only read")
 
 
 def _described(spec: Any, record: Any) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def _described(spec: Any, record: Any) -> dict[str, Any]:
 @app.command()
 def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False) -> None:
     """Print the path of the newest report."""
-    pages = sorted((workspace() / "data" / "runs").glob("*/report/index.html"))
+    pages = sorted(runs_folder().glob("*/report/index.html"))
     if not pages:
         raise DSV4Error("there is no report yet: ./dsv4 run writes one")
     print(os.path.relpath(pages[-1]))
@@ -134,6 +139,7 @@ def test(context: typer.Context) -> None:
     from dsv4lib.bench.peers import corpus
     from dsv4lib.lab import mutants
 
+    _need_clone("test")
     os.chdir(env.root())
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile 800 modules anew: 8 s of 16
     if any(a.partition("=")[0] == "--mutants" for a in context.args):
@@ -147,6 +153,7 @@ def test(context: typer.Context) -> None:
 @app.command()
 def lint() -> None:
     """Check every stage's contract and notebook, and the code by ruff; warn of words to avoid (exit 1: a problem)."""
+    _need_clone("lint")
     from dsv4lib.lab import lint as linting
 
     problems = 0
@@ -334,6 +341,7 @@ def new(
     name: Annotated[str, typer.Argument(help="lower-case words joined by underscores")],
 ) -> None:
     """Write a working op (kernel, oracle, tests, bench rows, stage, notebook) or stage to start from."""
+    _need_clone("new")
     from dsv4lib.lab import ladder, scaffold
 
     root = workspace()
@@ -416,6 +424,14 @@ def main() -> None:
     except DSV4Error as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"dsv4: {error}", style="red"))
         sys.exit(getattr(error, "exit_code", 2))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or package == "dsv4lib":
+            raise
+        fix = "pip install 'dsv4lab[lab]'" if env.is_installed() else "pip install -r requirements.lock"
+        text = f"dsv4: this command needs the package {package}: {fix}"
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text, style="red"))
+        sys.exit(2)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,10 @@ CUDA_TORCH = "pip install --force-reinstall torch==2.13.0 from the default index
 
 @dataclass(frozen=True)
 class Facts:
-    """What doctor looked at. CUDA versions are (major, minor); None means not found."""
+    """What doctor looked at. CUDA versions are (major, minor); None means not found.
+
+    ``locked`` is of a clone, ``extras`` (what each lacks) of an installed wheel; "" is what it always needs.
+    """
 
     python: tuple[int, int]
     platform: str
@@ -39,6 +43,7 @@ class Facts:
     torch_cuda: tuple[int, int] | None
     torch_sees_gpu: bool
     dsl_flavors: tuple[int, ...]
+    extras: dict[str, tuple[str, ...]] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     chromium: str | None = None
     kernel_backends: dict[str, tuple[backends.Status, ...]] = field(default_factory=dict)
@@ -69,6 +74,18 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def missing_by_extra(requires: Iterable[str], installed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return for each extra of a wheel the packages that are not installed. Versions are pip's business."""
+    found: dict[str, list[str]] = {"": []}
+    for text in requires:
+        name = normal(re.match(r"[A-Za-z0-9._-]+", text)[0])
+        extra = re.search(r"""extra == ['"]([^'"]+)""", text)
+        lacks = found.setdefault(extra[1] if extra else "", [])
+        if name not in installed:
+            lacks.append(name)
+    return {extra: tuple(sorted(lacks)) for extra, lacks in found.items()}
+
+
 def gather() -> Facts:
     """Look at this machine. Never raises: what cannot be found is None or empty."""
     from importlib import metadata
@@ -86,7 +103,8 @@ def gather() -> Facts:
         platform=f"{platform.system()} {platform.machine()}",
         free_gib=shutil.disk_usage(env.root()).free / GIB,
         installed=installed,
-        locked=read_lock(env.root() / "requirements.lock"),
+        locked={} if env.is_installed() else read_lock(env.root() / "requirements.lock"),
+        extras=missing_by_extra(metadata.requires("dsv4lab") or (), installed) if env.is_installed() else {},
         driver_cuda=env.driver_cuda(),
         torch_cuda=torch_cuda,
         torch_sees_gpu=sees_gpu,
@@ -142,6 +160,8 @@ def _diagnose_install(facts: Facts) -> list[Finding]:
     found = []
     if facts.python < (3, 11):
         found.append(_problem("python", f"{_dotted(facts.python)} is too old", "install Python 3.11 or newer"))
+    if facts.extras:
+        return found + _diagnose_wheel(facts.extras)
     missing = sorted(n for n in facts.locked if n not in facts.installed)
     # A local label (2.13.0+cpu) is the same release built differently; the CUDA findings judge that.
     wrong = sorted(
@@ -156,8 +176,25 @@ def _diagnose_install(facts: Facts) -> list[Finding]:
     return found or [Finding("ok", "packages", f"all {len(facts.locked)} pins of requirements.lock are installed")]
 
 
+def _diagnose_wheel(extras: dict[str, tuple[str, ...]]) -> list[Finding]:
+    """Say which parts of an installed wheel have their packages; the emulator has none but those of every install."""
+    if extras[""]:
+        fix = "pip install dsv4lab, with its dependencies"
+        return [_problem("packages", "missing: " + ", ".join(extras[""]), fix)]
+    found = [Finding("ok", "emulator", "its packages are installed")]
+    for extra in ("ops", "lab"):
+        if lacks := extras.get(extra, ()):
+            fix = f"pip install 'dsv4lab[{extra}]'"
+            found.append(Finding("note", f"extra {extra}", "missing: " + ", ".join(lacks), fix))
+        else:
+            found.append(Finding("ok", f"extra {extra}", "its packages are installed"))
+    return found
+
+
 def _diagnose_cuda(facts: Facts) -> list[Finding]:
     driver, built = facts.driver_cuda, facts.torch_cuda
+    if facts.extras and facts.extras["ops"]:
+        return []  # no torch to fit to a driver
     if driver is None and built is None:
         return [Finding("ok", "gpu", "no NVIDIA driver, CPU build of torch: kernels compile, none runs natively")]
     if driver is None:
@@ -185,12 +222,15 @@ def _diagnose_dsl(facts: Facts, driver: tuple[int, int], built: tuple[int, int])
         return [_problem("cutlass-dsl", detail, f"{INSTALL} (it brings cu12 and cu13), or update the driver")]
     if usable[-1] != built[0]:
         detail = f"it will use its cu{usable[-1]} runtime, torch is built for CUDA {built[0]}"
-        fix = f"pip install 'nvidia-cutlass-dsl[cu{built[0]}]=={facts.locked['nvidia-cutlass-dsl']}', or {CUDA_TORCH}"
+        version = facts.locked.get("nvidia-cutlass-dsl", facts.installed.get("nvidia-cutlass-dsl", "4.8.1"))
+        fix = f"pip install 'nvidia-cutlass-dsl[cu{built[0]}]=={version}', or {CUDA_TORCH}"
         return [_problem("cutlass-dsl", detail, fix)]
     return []
 
 
 def _diagnose_backends(facts: Facts) -> list[Finding]:
+    if facts.extras and facts.extras["ops"]:
+        return [Finding("note", "kernels", "the emulator runs PTX; CuTeDSL kernels need the extra ops")]
     found = []
     for arch, kind in (("sm_100a", "Blackwell"), ("sm_90a", "Hopper")):
         able = [s.name for s in facts.kernel_backends.get(arch, ()) if s.available]

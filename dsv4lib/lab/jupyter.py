@@ -6,8 +6,11 @@ import contextlib
 import importlib.util
 import os
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
+from pathlib import Path
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
@@ -31,8 +34,9 @@ def command(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = Tr
     """
     if importlib.util.find_spec("jupyterlab") is None:
         raise DSV4Error(f"this environment has no jupyterlab: {sys.executable} -m pip install -r requirements.lock")
-    if not (env.root() / notebook).is_file():
-        have = ", ".join(sorted(p.name for p in (env.root() / "notebooks").glob("*.ipynb")))
+    root = served()
+    if not (root / notebook).is_file():
+        have = ", ".join(sorted(p.name for p in (root / "notebooks").glob("*.ipynb")))
         raise ArgumentError("notebook", notebook, f"a notebook of this workspace ({have})")
     if not 1024 <= port <= 65535:
         raise ArgumentError("port", port, "1024 to 65535")
@@ -40,7 +44,7 @@ def command(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = Tr
         sys.executable,
         "-m",
         "jupyterlab",
-        f"--ServerApp.root_dir={env.root()}",
+        f"--ServerApp.root_dir={root}",
         "--ServerApp.ip=127.0.0.1",
         f"--ServerApp.port={port}",
         "--ServerApp.port_retries=0",  # the address that was printed, or none
@@ -49,6 +53,19 @@ def command(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = Tr
         # In containers one often is root; the server stays on 127.0.0.1 with a token all the same.
         *(["--allow-root"] if os.geteuid() == 0 else []),
     ]
+
+
+def served() -> Path:
+    """Return the folder that JupyterLab shows: the clone, or for a wheel the user's own copy of its notebooks."""
+    if not env.is_installed():
+        return env.root()
+    own = env.own_data() / f"notebooks-{env.version()}"
+    if not own.is_dir():
+        own.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=own.parent) as part:  # whole or not at all
+            shutil.copytree(env.root() / "notebooks", Path(part) / "whole" / "notebooks")
+            (Path(part) / "whole").rename(own)
+    return own
 
 
 def token() -> str:
@@ -95,7 +112,7 @@ def main(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = True)
     secret, port = token(), free_port(port)
     arguments = command(notebook, port, browser)
     path = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(env.root()), path]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(env.package().parent), path]))
     os.environ[TOKEN] = secret
     os.environ.pop("DSV4_HEADLESS", None)
     print(greeting(notebook, port, secret, sys.stdout.isatty()))

@@ -267,6 +267,12 @@ def workspace() -> Path:
     return Path(os.environ.get("DSV4_WORKSPACE") or env.root())
 
 
+def runs_folder(root: Path | None = None) -> Path:
+    """Return the folder that keeps runs: `data/runs` of ``root``; of an installed wheel, `runs` in the user's data."""
+    root = root or workspace()
+    return env.own_data() / "runs" if env.is_installed() and root == env.root() else root / "data" / "runs"
+
+
 def names(root: Path | None = None) -> list[str]:
     """Return names of all stages under ``root``/stages, in the order of notebooks."""
     return [stage.name for stage in discover(root)]

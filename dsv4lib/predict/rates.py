@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from dsv4lib import env
 from dsv4lib.errors import ArgumentError, ConfigError
 
-TABLE = Path(__file__).resolve().parents[2] / "data" / "bench" / "rates.csv"
+TABLE = env.root() / "data" / "bench" / "rates.csv"
 STATUSES = ("measured", "published", "derived", "architecture", "fitted", "assumed")
 
 

@@ -69,8 +69,8 @@ def write(path: Path, rows: Iterable[Row], gpu: Any) -> dict[str, Any]:
                 index["refused"][name] = str(error) if isinstance(error, NotPacked) else first_line(error)
         for file, content in files.items():
             archive.writestr(file, content)
-        for source in sorted((env.root() / "dsv4lib").rglob("*.py")):
-            archive.write(source, source.relative_to(env.root()))
+        for source in sorted(env.package().rglob("*.py")):
+            archive.write(source, source.relative_to(env.package().parent))
         archive.write(env.root() / "data" / "bench" / "rates.csv", "data/bench/rates.csv")
         archive.writestr("index.json", json.dumps(index, indent=1))
     return index

@@ -34,7 +34,7 @@ def modules(only: Sequence[str] = ()) -> tuple[dict[str, Callable[[], list[Row]]
 def known() -> dict[str, str]:
     """Return the bench modules by op. ``bench`` beside an op, ``bench_<op>`` beside another op of the same kernel."""
     found = {"layer_chain": "dsv4lib.bench.ops.layer_chain"}
-    for path in (env.root() / "dsv4lib" / "ops").glob("*/bench*.py"):
+    for path in (env.package() / "ops").glob("*/bench*.py"):
         op = path.parent.name if path.stem == "bench" else path.stem.removeprefix("bench_")
         found[op] = f"dsv4lib.ops.{path.parent.name}.{path.stem}"
     return found

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 
 OURS = "ours"
 COPY = "copy of the same bytes"
 TIMED, ABSENT, WRONG, FAILED = "timed", "absent", "wrong", "failed"
-FOLDER = Path(__file__).resolve().parents[3] / "data" / "bench" / "ops"
+FOLDER = env.root() / "data" / "bench" / "ops"
 
 
 @dataclass(frozen=True)

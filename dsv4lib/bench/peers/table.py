@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 
-_ROOT = Path(__file__).resolve().parents[3]
-DATA = _ROOT / "data" / "bench"
+DATA = env.root() / "data" / "bench"
 _LIMIT = 900  # seconds of one process, all runs
 
 
@@ -31,7 +31,7 @@ def run_alone(module: str, arguments: list[str], packages: Path | None = None) -
     """
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).strip(":"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(env.package().parent), os.environ.get("PYTHONPATH")])),
         **({} if packages is None else {"DSV4_CORPUS_SITE": str(packages)}),
     }
     names = [argument for argument in arguments if not argument.startswith("--")]
@@ -51,7 +51,7 @@ def commit() -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments, "--", "dsv4lib/dsl", "dsv4lib/ops"]
-        return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=env.root(), capture_output=True, text=True, check=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no")
     return git("log", "-1", "--format=%h", "--abbrev=9") + ("+" if changed else "")

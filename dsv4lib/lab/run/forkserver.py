@@ -91,7 +91,7 @@ class Server:
         self._gone = False
         self._said = tempfile.TemporaryFile()
         started_with = {
-            **self.early, processes.MARK: "x" * MARK_BYTES, "PYTHONPATH": str(env.root()),
+            **self.early, processes.MARK: "x" * MARK_BYTES, "PYTHONPATH": str(env.package().parent),
             "JUPYTER_PLATFORM_DIRS": "1",
         }  # fmt: skip
         with theirs:

@@ -36,7 +36,7 @@ from dsv4lib.lab.run.files import own_folders, read_own
 from dsv4lib.lab.run.meter import Meter
 from dsv4lib.lab.run.plan import Job, for_negative, make
 from dsv4lib.lab.run.progress import Progress
-from dsv4lib.lab.stage import Stage, load, workspace
+from dsv4lib.lab.stage import Stage, load, runs_folder, workspace
 from dsv4lib.lab.verdicts import Verdict, judge, overall
 
 POLL_S = 0.05
@@ -50,7 +50,7 @@ class Options:
     """How to run.
 
     Attributes:
-        out: folder of the runs; default data/runs of the workspace.
+        out: folder of the runs; default `stage.runs_folder`.
         workers: notebooks at the same time; default the number of usable cores.
         memory_mb: a run whose processes hold more than this is ended as out of memory; default 90 % of the machine.
         figures: draw them; without, a page shows their alt texts.
@@ -137,7 +137,7 @@ def run(
         DSV4Error: nothing to resume, or the run is still going on.
     """
     root, options = root or workspace(), options or Options()
-    runs = options.out or root / "data" / "runs"
+    runs = options.out or runs_folder(root)
     fingerprint = env.source_fingerprint()
     if resume:
         plan = manifest.to_resume(runs, set_name, fingerprint, jobs)
@@ -300,7 +300,7 @@ class Supervisor:
         command = [*kernel.COMMAND, "-f", "{connection_file}"]
         spec = {"argv": command, "display_name": "Python 3", "language": "python"}
         (kernels / "kernel.json").write_text(json.dumps(spec))
-        paths = [str(env.root()), str(self.root), os.environ.get("PYTHONPATH", "")]
+        paths = [str(env.package().parent), str(self.root), os.environ.get("PYTHONPATH", "")]
         threads = str(max(1, self.cores // min(self.workers, self.cores)))
         wanted = {
             processes.MARK: token,
