@@ -24,7 +24,7 @@ from dsv4lib.lab.stage import runs_folder, workspace
 from dsv4lib.lab.verdicts import LOOKS
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -47,7 +47,9 @@ def version(
 @app.command(epilog=EXIT_CODES)
 def run(
     set_name: Annotated[str, typer.Option("--set", help="quick, nightly or b200")] = "quick",
-    stage: Annotated[list[str] | None, typer.Option("--stage", "-s", help="only this stage (repeatable)")] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option("--stage", "-s", help="only this stage, or all that match 'fmha_*'")
+    ] = None,
     parameter: Annotated[list[str] | None, typer.Option("-p", help="name=value, for every chosen stage")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, native, emulator or reference")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="notebooks at a time [default: usable cores]")] = None,
@@ -61,6 +63,7 @@ def run(
     without_gpu: Annotated[bool, typer.Option("--without-gpu", help="b200: run what needs no GPU")] = False,
     twice: Annotated[bool, typer.Option("--twice", help="run twice and compare all numbers and figures")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for the runs [default: data/runs]")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="show what would run, and where; run nothing")] = False,
 ) -> None:
     """Run the stages, judge them and write records and a report (the main job)."""
     from dsv4lib.lab import command
@@ -79,6 +82,7 @@ def run(
         without_gpu=without_gpu,
         twice=twice,
         out=out.resolve() if out else None,
+        plan=plan,
     )
     raise typer.Exit(command.run(wish, console))
 

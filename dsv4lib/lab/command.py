@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from rich.text import Text
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import ledger
 from dsv4lib.lab.records import Record
+from dsv4lib.lab.records import load as load_records
 from dsv4lib.lab.run import manifest, plan, repeat, runner
 from dsv4lib.lab.run.progress import ConsoleProgress
-from dsv4lib.lab.stage import SETS, Stage, discover, load, workspace
+from dsv4lib.lab.stage import SETS, Stage, discover, load, names, runs_folder, workspace
 from dsv4lib.lab.verdicts import LOOKS, NO_GPU, NOT_REPEATABLE, Verdict, exit_code
 
 GPU_SETS = ("b200",)  # sets whose kernels are to run on a GPU, and nowhere else
@@ -38,6 +40,7 @@ class Wish:
     without_gpu: bool = False
     twice: bool = False
     out: Path | None = None
+    plan: bool = False
 
 
 def assignments(words: Sequence[str]) -> dict[str, str]:
@@ -69,11 +72,14 @@ def run(wish: Wish, console: Console, root: Path | None = None) -> int:
     root = root or workspace()
     if wish.set_name not in SETS:
         raise ArgumentError("--set", wish.set_name, "one of " + ", ".join(SETS))
-    stages = [load(name, root) for name in wish.stages] if wish.stages else discover(root)
+    stages = chosen(wish.stages, root)
     if not stages:
         raise DSV4Error("there are no stages under stages/")
     jobs = plan.make(stages, wish.set_name, texts=wish.texts, backend=wish.backend, negatives=wish.negatives)
     _want_gpu(jobs, stages, wish)
+    if wish.plan:
+        console.print(planned(jobs, load_records(wish.out or runs_folder(root))))
+        return 0
     flaky = ledger.living(root)
     options = runner.Options(
         out=wish.out, workers=wish.workers, memory_mb=wish.memory_gb * 1000 if wish.memory_gb else None
@@ -103,6 +109,32 @@ def run(wish: Wish, console: Console, root: Path | None = None) -> int:
         second = runner.run(jobs, root, "twice", options, progress=ConsoleProgress(console))
         return _compare(result, second, console) or code
     return code
+
+
+def chosen(wanted: Sequence[str], root: Path) -> list[Stage]:
+    """Return the stages of these names, where "fmha_*" is all that match; all stages where none is named.
+
+    Raises:
+        UnknownStage: a name that no stage has, or a pattern that matches none.
+    """
+    if not wanted:
+        return discover(root)
+    known, found = names(root), {}
+    for name in wanted:
+        matching = [one for one in known if fnmatch.fnmatchcase(one, name)] if set(name) & set("*?[") else [name]
+        found |= dict.fromkeys(matching or [name])
+    return [load(name, root) for name in found]
+
+
+def planned(jobs: Sequence[plan.Job], last: Sequence[Record]) -> Table:
+    """Show what would run: back end (or why none), the limit and what the run took last, in seconds of CPU time."""
+    took = {record.job: record for record in sorted(last, key=lambda r: r.started)}
+    shown = Table("run", "back end", "limit s", "last s", box=None)
+    for job in jobs:
+        record = took.get(job.name)
+        seconds = "" if record is None else f"{record.cpu_s:.0f}"
+        shown.add_row(job.name, Text(job.unavailable or job.backend or "none needed"), f"{job.time_limit_s:g}", seconds)
+    return shown
 
 
 def _want_gpu(jobs: Sequence[plan.Job], stages: Sequence[Stage], wish: Wish) -> None:

@@ -141,3 +141,17 @@ def test_the_version_names_the_sources(capsys: pytest.CaptureFixture[str], monke
         cli.main()
     assert left.value.code == 0
     assert capsys.readouterr().out == f"dsv4 {env.version()}, source {env.source_fingerprint()}\n"
+
+
+def test_a_plan_runs_nothing_and_patterns_choose_stages(make: Callable[..., Stage], tmp_path: Path) -> None:
+    for name in ("alpha", "alps", "beta"):
+        make(name)
+    done = dsv4(tmp_path, "run", "--plan", "--stage", "al*", "--backend", "reference")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["alpha-00", "alps-00"]
+    assert "reference" in done.stdout and not (tmp_path / "data" / "runs").exists()
+    assert dsv4(tmp_path, "run", "--stage", "alps", "--backend", "reference").returncode == 0
+    again = dsv4(tmp_path, "run", "--plan", "--stage", "alps", "--backend", "reference")
+    assert again.stdout.splitlines()[1].split()[-1].isdigit(), "seconds of the last run"
+    none = dsv4(tmp_path, "run", "--plan", "--stage", "gam*")
+    assert none.returncode == 2 and "no stage 'gam*'" in none.stderr and none.stdout == ""

@@ -8,7 +8,7 @@ all of these as they are compiles nothing.
 A file a kernel, `<key>.kernel` (`dsv4lib.dsl.binary`: no Python objects), in a folder that others cannot write
 (`dsv4lib.folders`); any other is refused. A file appears whole, by a rename, or not at all. Processes that want the
 same kernel at once wait for the first one's. A damaged file is counted, compiled again and replaced.
-DSV4_CACHE=off keeps kernels in memory only.
+DSV4_CACHE=off keeps kernels in memory only. Beyond DSV4_CACHE_GB (4 by default) those not used for longest go.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from dsv4lib.dsl.compile import ARCHS, OPTIONS, Compiled, compile_for
 from dsv4lib.errors import ArgumentError
 from dsv4lib.folders import cache_root, own_folder
 
+LIMIT = "DSV4_CACHE_GB"
+DEFAULT_GB = 4.0
+EVERY = 32  # stores of a process between two looks at the folder's size
 STALE_SECONDS = 24 * 3600  # a temporary file that old has no owner any more
 _STATIC = (type(None), bool, int, float, str)
 
@@ -64,6 +67,7 @@ class CompileCache:
     counts: Counts = field(default_factory=Counts)
     _memory: dict[tuple, tuple[Any, Compiled]] = field(default_factory=dict, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _stored: int = field(default=0, repr=False)
 
     def get(
         self,
@@ -144,6 +148,8 @@ class CompileCache:
             try:
                 done = binary.from_bytes(path.read_bytes(), kernel, arguments, _runs_here(arch))
                 self.counts.from_disk += 1
+                with suppress(OSError):  # a folder that is only read: nothing is evicted there
+                    os.utime(path)
                 return kernel, _loaded(done)
             except FileNotFoundError:
                 pass
@@ -152,6 +158,9 @@ class CompileCache:
             done = compile_for(kernel, arguments, arch)
             self.counts.compiled += 1
             _write(path, binary.to_bytes(done))
+        if self._stored % EVERY == 0:
+            evict(path.parent, limit())
+        self._stored += 1
         return kernel, _loaded(done)
 
 
@@ -159,6 +168,57 @@ class CompileCache:
 def default() -> CompileCache:
     """The cache of this process, in the folder that the environment names."""
     return CompileCache(cache_root())
+
+
+def limit() -> float:
+    """Return the most bytes that the folder keeps.
+
+    Raises:
+        ArgumentError: DSV4_CACHE_GB is no positive number.
+    """
+    text = os.environ.get(LIMIT, "")
+    try:
+        gigabytes = float(text) if text else DEFAULT_GB
+    except ValueError:
+        gigabytes = 0.0
+    if not gigabytes > 0:
+        raise ArgumentError(LIMIT, text, "a positive number of gigabytes, inf: no limit")
+    return gigabytes * 1e9
+
+
+def evict(folder: Path, most: float) -> int:
+    """Remove the kernels not used for longest until the rest has at most ``most`` bytes. Return how many went.
+
+    A process that reads one meanwhile has it whole, or finds none and compiles. A lock goes with its kernel, unless
+    a process holds it.
+    """
+    found = []
+    for path in folder.glob("*.kernel"):
+        with suppress(FileNotFoundError):
+            facts = path.stat()
+            found.append((facts.st_mtime, facts.st_size, path))
+    held, gone = sum(size for _, size, _ in found), 0
+    for _, size, path in sorted(found):
+        if held <= most:
+            break
+        path.unlink(missing_ok=True)
+        _remove_lock(path.with_suffix(".lock"))
+        held, gone = held - size, gone + 1
+    return gone
+
+
+def _remove_lock(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except OSError:  # held
+        pass
+    finally:
+        os.close(descriptor)
 
 
 def key(kernel_type: type, settings: Mapping[str, Any], arch: str) -> str | None:

@@ -1,5 +1,6 @@
 """The compile cache: what compiles, what does not, what is refused, and that nothing breaks it."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -279,3 +280,33 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
     assert made().folder == tmp_path
     monkeypatch.setenv("DSV4_CACHE", "off")
     assert made().folder is None
+
+
+def test_the_folder_keeps_what_was_used_last(tmp_path, compiles, monkeypatch):
+    cache = CompileCache(tmp_path)
+    kept = want(cache)
+    size = (tmp_path / files(tmp_path)[0]).stat().st_size
+    for number in range(5):
+        path = tmp_path / f"{number}.kernel"
+        path.write_bytes(bytes(size))
+        path.with_suffix(".lock").touch()
+        os.utime(path, (number + 1, number + 1))
+    held = os.open(tmp_path / "1.lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert compile_cache.evict(tmp_path, 6 * size) == 0
+    assert compile_cache.evict(tmp_path, 3.5 * size) == 3
+    assert sorted(p.name for p in tmp_path.glob("?.*")) == ["1.lock", "3.kernel", "3.lock", "4.kernel", "4.lock"]
+    os.close(held)
+    os.utime(tmp_path / files(tmp_path, "?????*.kernel")[0], (1, 1))
+    cache.clear()
+    assert want(cache)[1].ptx == kept[1].ptx and cache.counts.from_disk == 1  # used now
+    monkeypatch.setenv(compile_cache.LIMIT, str(1.5 * size / 1e9))
+    want(CompileCache(tmp_path), inverse_rope=True)
+    assert len(files(tmp_path)) == 1, "the one that was just stored"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "much"])
+def test_a_limit_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv(compile_cache.LIMIT, text)
+    with pytest.raises(ArgumentError, match=r"DSV4_CACHE_GB=.*positive number"):
+        compile_cache.limit()
