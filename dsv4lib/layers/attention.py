@@ -122,6 +122,7 @@ class Attention(torch.nn.Module):
         precision: of linear layers stored in FP8, see `Dense`.
         keys: format of indexer keys and queries, "fp4" or "fp8".
         backend: of every op. arch: whose operands it has; None: that of the back end.
+        batch_invariant: keys are not split: in how many parts they are depends on the number of tokens.
     """
 
     def __init__(
@@ -134,9 +135,11 @@ class Attention(torch.nn.Module):
         keys: str = "fp4",
         backend: str = "auto",
         arch: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         given = {"backend": backend, "arch": target(arch, backend)}
+        self.splits = 1 if batch_invariant else None
         self.config, self.kind, self.keys, self.backend = config, kind, keys, backend
         indexed = kind is LayerKind.CSA
         self.inputs = Dense([tensors["wq_a.weight"], tensors["wkv.weight"]], precision, **given)
@@ -202,6 +205,7 @@ class Attention(torch.nn.Module):
     def output(self, q: Tensor, entries: Selected | None, window: Selected, rows: Tensor) -> Tensor:
         """Attend, rotate back, project."""
         given = {"sink": self.sink, "scale": self.config.head_dim**-0.5, "backend": self.backend}
+        given["splits"] = self.splits
         if self.wo_a.mode in FP8_MODES:
             o, _ = fmha(q, entries, window, **given)
             swizzled = {"layout": "swizzled", "groups": self.config.o_groups}
