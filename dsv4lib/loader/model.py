@@ -170,9 +170,7 @@ def _layer(
     config = listed.config
     own = {name.removeprefix("attn."): t for name, t in tensors.items() if name.startswith("attn.")}
     common = {"backend": backend, "arch": arch}
-    attention = Attention(
-        config, kind, own, precision=precision, keys=keys, **common, batch_invariant=batch_invariant
-    )
+    attention = Attention(config, kind, own, precision=precision, keys=keys, **common, batch_invariant=batch_invariant)
     modes = {"precision": experts, "shared_precision": "bf16" if experts == "bf16" else None}
     moe = moe_layer(listed.checkpoint, prefix, config, **modes, **common)
     return DecoderLayer(attention, moe, tensors, config, backend, batch_invariant)
