@@ -52,11 +52,35 @@ class Pool(NamedTuple):
 class State(NamedTuple):
     """Hold open windows of a compressor, a row of `Ring` or `Running` a request.
 
-    Part of its group.
+    Attributes:
+        kept: the windows. part: of its group.
+        data: uint8 [P, bytes], in a pool: the windows lie in it. rows: of a ring there; 0: `Running`.
     """
 
     kept: Ring | Running
     part: int = 0
+    data: Tensor | None = None
+    rows: int = 0
+
+    @classmethod
+    def of(cls, data: Tensor, part: int, rows: int) -> State:
+        """View bytes of pages as windows."""
+        return cls(_windows(data.view(torch.float32), rows), part, data, rows)
+
+    def windows(self) -> Ring | Running:
+        """Return `kept`, or in a graph under compilation the bytes of it.
+
+        PyTorch's AOTAutograd takes mutated inputs that share memory only if all are of one type, and mistakes a view of
+        another type that an op mutates for one of the first.
+        """
+        return _windows(self.data, self.rows) if self.data is not None and torch.compiler.is_compiling() else self.kept
+
+
+def _windows(data: Tensor, rows: int) -> Ring | Running:
+    """View [P, n] as rows of k, then of z; or, without ``rows``, as the three parts of a running softmax."""
+    if not rows:
+        return Running(data.unflatten(1, (3, -1)))
+    return Ring(*(part.unflatten(1, (rows, -1)) for part in data.split(data.shape[1] // 2, 1)))
 
 
 class Caches(NamedTuple):
@@ -246,4 +270,4 @@ class Attention(torch.nn.Module):
         weights = Weights(getattr(self, f"{name}_ape"), getattr(self, f"{name}_norm"), angles.cos, angles.sin)
         batch = Batch(step.requests[f"{group}_state"][state.part], step.entries[group][pool.part].slots, step.single)
         pages = Pages(pool.data, pool.page, form)
-        compressor(kv, gate, weights, batch, state.kept, pages, eps=self.config.rms_eps, backend=self.backend)
+        compressor(kv, gate, weights, batch, state.windows(), pages, eps=self.config.rms_eps, backend=self.backend)
