@@ -1,7 +1,7 @@
 """Read and write JSON as RFC 8259 has it: no NaN, no infinity, nesting of at most `DEEPEST`.
 
 Python's `json` takes NaN and Infinity, makes an infinity of 1e999, and how deep a value may nest depends on the stack
-of the caller. A value that is read here can be written here, whoever calls.
+of the caller. A value that is read here can be written here, in any caller.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_forms_agree():
 
 @pytest.mark.parametrize("post", cases(True, full=[False]))
 def test_tokens_have_the_bits_that_they_have_alone(post):
-    """With so many tokens the op chooses another variant than for a few, unless it is told not to."""
+    """With so many tokens the op chooses another variant than for a few, unless they shall be batch-invariant."""
     tokens, few = 113, 9
     assert variant_of(tokens, 128) != variant_of(few, 128)
     given = bench.make(tokens, 128, torch.Generator().manual_seed(1))
