@@ -20,7 +20,10 @@ class ArgumentError(DSV4Error, ValueError):
 
     def __init__(self, name: str, value: Any, allowed: str):
         self.name, self.value, self.allowed = name, value, allowed
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except RecursionError:
+            shown = f"<{type(value).__name__}, nested too deeply to show>"
         if len(shown) > 120:
             shown = shown[:117] + "..."
         super().__init__(f"{name}={shown} is not allowed: {allowed}")

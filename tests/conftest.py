@@ -69,9 +69,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def kernels_in_memory():
-    """Forget kernels after each module, and give the heap's free pages back: within an hour both are gigabytes."""
+def kernels_in_memory(request):
+    """Forget kernels after each module, and what its functions cache; give the heap's free pages back.
+
+    Within an hour these are gigabytes: a compiled kernel has an engine, its PTX, and what that is lowered to.
+    """
     yield
+    for one in vars(request.module).values():
+        if isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("tests."):
+            one.cache_clear()
     if compiled := sys.modules.get("dsv4lib.ops.common.compile_cache"):
         compiled.default().clear()
     if binary := sys.modules.get("dsv4lib.emulator.driver.binary"):

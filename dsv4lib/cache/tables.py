@@ -218,16 +218,6 @@ class Storage:
         offset = layer % per_page * group.layer_bytes
         return layer // per_page, self.pages[:, offset : offset + group.layer_bytes]
 
-    def ring(self, group: Group, layer: int, dtype: torch.dtype, width: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Return a ring's part, and k and z ``[P, rows, width]`` of a layer.
-
-        All rows of k come first, then all of z.
-        """
-        part, data = self.layer(group, layer)
-        half = group.rows * width * dtype.itemsize
-        k, z = (data[:, i * half : (i + 1) * half].view(dtype).unflatten(1, (group.rows, width)) for i in (0, 1))
-        return part, k, z
-
     def run(self, copies: list[Copy]) -> None:
         """Make copies in their order, on the current stream."""
         spaces = {"device": (self.pages, self.pages), "out": (self.pages, self.host), "in": (self.host, self.pages)}

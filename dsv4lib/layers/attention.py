@@ -52,11 +52,35 @@ class Pool(NamedTuple):
 class State(NamedTuple):
     """Hold open windows of a compressor, a row of `Ring` or `Running` a request.
 
-    Part of its group.
+    Attributes:
+        kept: the windows. part: of its group.
+        data: uint8 [P, bytes], in a pool: the windows lie in it. rows: of a ring there; 0: `Running`.
     """
 
     kept: Ring | Running
     part: int = 0
+    data: Tensor | None = None
+    rows: int = 0
+
+    @classmethod
+    def of(cls, data: Tensor, part: int, rows: int) -> State:
+        """View bytes of pages as windows."""
+        return cls(_windows(data.view(torch.float32), rows), part, data, rows)
+
+    def windows(self) -> Ring | Running:
+        """Return `kept`, or in a graph under compilation the bytes of it.
+
+        PyTorch's AOTAutograd takes mutated inputs that share memory only if all are of one type, and mistakes a view of
+        another type that an op mutates for one of the first.
+        """
+        return _windows(self.data, self.rows) if self.data is not None and torch.compiler.is_compiling() else self.kept
+
+
+def _windows(data: Tensor, rows: int) -> Ring | Running:
+    """View [P, n] as rows of k, then of z; or, without ``rows``, as the three parts of a running softmax."""
+    if not rows:
+        return Running(data.unflatten(1, (3, -1)))
+    return Ring(*(part.unflatten(1, (rows, -1)) for part in data.split(data.shape[1] // 2, 1)))
 
 
 class Caches(NamedTuple):
@@ -122,6 +146,7 @@ class Attention(torch.nn.Module):
         precision: of linear layers stored in FP8, see `Dense`.
         keys: format of indexer keys and queries, "fp4" or "fp8".
         backend: of every op. arch: whose operands it has; None: that of the back end.
+        batch_invariant: keys are not split: in how many parts they are depends on the number of tokens.
     """
 
     def __init__(
@@ -134,9 +159,11 @@ class Attention(torch.nn.Module):
         keys: str = "fp4",
         backend: str = "auto",
         arch: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         given = {"backend": backend, "arch": target(arch, backend)}
+        self.splits = 1 if batch_invariant else None
         self.config, self.kind, self.keys, self.backend = config, kind, keys, backend
         indexed = kind is LayerKind.CSA
         self.inputs = Dense([tensors["wq_a.weight"], tensors["wkv.weight"]], precision, **given)
@@ -202,6 +229,7 @@ class Attention(torch.nn.Module):
     def output(self, q: Tensor, entries: Selected | None, window: Selected, rows: Tensor) -> Tensor:
         """Attend, rotate back, project."""
         given = {"sink": self.sink, "scale": self.config.head_dim**-0.5, "backend": self.backend}
+        given["splits"] = self.splits
         if self.wo_a.mode in FP8_MODES:
             o, _ = fmha(q, entries, window, **given)
             swizzled = {"layout": "swizzled", "groups": self.config.o_groups}
@@ -242,4 +270,4 @@ class Attention(torch.nn.Module):
         weights = Weights(getattr(self, f"{name}_ape"), getattr(self, f"{name}_norm"), angles.cos, angles.sin)
         batch = Batch(step.requests[f"{group}_state"][state.part], step.entries[group][pool.part].slots, step.single)
         pages = Pages(pool.data, pool.page, form)
-        compressor(kv, gate, weights, batch, state.kept, pages, eps=self.config.rms_eps, backend=self.backend)
+        compressor(kv, gate, weights, batch, state.windows(), pages, eps=self.config.rms_eps, backend=self.backend)

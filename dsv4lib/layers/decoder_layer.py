@@ -48,6 +48,7 @@ class MhcSite(torch.nn.Module):
         tensors: fn, scale, base and the weight of the norm that follows. config: dimensions. backend: of the op.
         recipe: y is wanted as FP8, see `ops.mhc.op.Fp8`; None: it is not. keep: y is wanted in bf16.
         swizzled: its scales are an image of `formats.scale_swizzle`; else they are row-major.
+        batch_invariant: see `ops.mhc.op`.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class MhcSite(torch.nn.Module):
         recipe: str | None = None,
         keep: bool = True,
         swizzled: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
+        self.batch_invariant = batch_invariant
         self.recipe, self.keep, self.swizzled = recipe, keep, swizzled
         for name, tensor in tensors._asdict().items():
             self.register_buffer(name, tensor.float().contiguous())
@@ -74,6 +77,7 @@ class MhcSite(torch.nn.Module):
         """Write back what is pending, then read: (streams, y, post, comb)."""
         fp8 = None if self.recipe is None else new_fp8(pending.streams, self.recipe, self.swizzled)
         options = {"iters": self.iters, "eps": self.eps, "fp8": fp8, "keep": self.keep, "backend": self.backend}
+        options["batch_invariant"] = self.batch_invariant
         if pending.f is None:
             streams, after = pending.streams, mhc_pre(pending.streams, self.site, **options)
         else:
@@ -88,7 +92,7 @@ class DecoderLayer(torch.nn.Module):
 
     Args:
         attention, moe: of the layer. tensors: mHC and norms by their name after ``layers.N.``.
-        config: dimensions. backend: of the mHC ops.
+        config: dimensions. backend: of the mHC ops. batch_invariant: of the same; ``attention`` has its own.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class DecoderLayer(torch.nn.Module):
         tensors: Mapping[str, Tensor],
         config: ModelConfig,
         backend: str = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         self.attn, self.ffn = attention, moe
@@ -108,7 +113,7 @@ class DecoderLayer(torch.nn.Module):
         for site, wanted in reads.items():
             parts = (tensors[f"hc_{site}_{name}"] for name in ("fn", "scale", "base"))
             found = Site(*parts, tensors[f"{site}_norm.weight"])
-            setattr(self, f"{site}_site", MhcSite(found, config, backend, *wanted))
+            setattr(self, f"{site}_site", MhcSite(found, config, backend, *wanted, batch_invariant))
 
     def forward(self, pending: Pending, step: Step, caches: Caches) -> Pending:
         """Run the layer on the tokens of a step; its caches move on."""

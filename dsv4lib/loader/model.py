@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from dsv4lib.config import LayerKind, ModelConfig
+from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import rotary, scale_swizzle
 from dsv4lib.layers.attention import Attention
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite
@@ -32,6 +33,7 @@ def transformer(
     mtp: bool = False,
     backend: str = "auto",
     arch: str | None = None,
+    batch_invariant: bool | None = None,
     progress: Progress | None = None,
 ) -> Transformer:
     """Read a checkpoint into a model on the CPU; ``.to`` moves it.
@@ -45,13 +47,16 @@ def transformer(
         mtp: read the draft block, too. backend: of every op. progress: called after each layer.
         arch: whose operands to make, "sm_100a", "sm_103a" or "sm_90a"; None: that of the back end. What an op has no
             kernel for on it is refused when it runs.
+        batch_invariant: the bits of a token do not depend on how many are in its step, see `batch_invariance`; False:
+            kernels are the fastest for each step; None: True where the architecture can.
 
     Raises:
-        CheckpointError: a tensor that cannot be read. ArgumentError: a size that the kernels do not take.
+        CheckpointError: a tensor that cannot be read. ArgumentError: a size that the kernels do not take, or
+            ``batch_invariant`` where the architecture cannot.
     """
     config, checkpoint, done = listed.config, listed.checkpoint, 0
     arch = target(arch, backend)
-    keys = keys or key_format(arch)
+    keys, fixed = keys or key_format(arch), batch_invariance(batch_invariant, arch)
     by_prefix: dict[str, list[names.Weight]] = {}
     for weight in names.weights(config):
         by_prefix.setdefault(_prefix(weight), []).append(weight)
@@ -65,23 +70,38 @@ def transformer(
     blocks = [(f"layers.{number}", kind) for number, kind in enumerate(config.layer_kinds)]
     for prefix, kind in [*blocks, *([(names.MTP, config.mtp_kind)] if mtp else [])]:
         tensors = read(prefix)
-        layers.append(_layer(tensors, listed, prefix, kind, precision, experts, keys, backend, arch))
+        layers.append(_layer(tensors, listed, prefix, kind, precision, experts, keys, backend, arch, fixed))
         done += sum(checkpoint.entry(n).nbytes for w in by_prefix[prefix] for n in listed.parts(w))
         if progress is not None:
             progress(done, listed.nbytes, prefix)
     block = (
-        MtpBlock(layers.pop(), _collapse(tensors, config, backend), tensors, config, precision, backend, arch)
+        MtpBlock(layers.pop(), _collapse(tensors, config, backend, fixed), tensors, config, precision, backend, arch)
         if mtp
         else None
     )
     top, layout = read(""), Layout(places, capacity)
-    given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), rotary.tables(config, capacity)
+    collapse, angles = _collapse(top, config, backend, fixed), rotary.tables(config, capacity)
+    given = top["embed.weight"], top["head.weight"], collapse, angles
     return Transformer(config, layers, *given, layout, keys, block, backend, arch)
 
 
 def key_format(arch: str) -> str:
     """Choose the format of indexer keys that ``arch`` has a kernel for: FP4, on a Hopper FP8."""
     return "fp8" if arch == HOPPER else "fp4"
+
+
+def batch_invariance(wanted: bool | None, arch: str) -> bool:
+    """Choose whether the bits of a token may depend on how many are in its step. None: they do not where it can be.
+
+    On Blackwell two ops choose kernels by the number of tokens that add in other orders: mHC has two variants, and
+    attention splits its keys. Both can be fixed. On a Hopper linear layers split K by the number of tokens, too.
+
+    Raises:
+        ArgumentError: True on a Hopper.
+    """
+    if wanted and arch == HOPPER:
+        raise ArgumentError("batch_invariant", wanted, f"False or None on {HOPPER}: linear splits K by tokens")
+    return arch != HOPPER if wanted is None else wanted
 
 
 def model_bytes(listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a") -> int:
@@ -130,9 +150,9 @@ def _operand_bytes(weight: names.Weight, form: str, arch: str) -> int:
     return size // share + scale_swizzle.swizzled_bytes(weight.shape[0], columns // block)
 
 
-def _collapse(tensors: dict[str, Stored], config: ModelConfig, backend: str) -> MhcSite:
+def _collapse(tensors: dict[str, Stored], config: ModelConfig, backend: str, batch_invariant: bool) -> MhcSite:
     parts = (tensors[f"hc_head_{name}"] for name in ("fn", "scale", "base"))
-    return MhcSite(Site(*parts, tensors["norm.weight"]), config, backend)
+    return MhcSite(Site(*parts, tensors["norm.weight"]), config, backend, batch_invariant=batch_invariant)
 
 
 def _layer(
@@ -145,10 +165,12 @@ def _layer(
     keys: str,
     backend: str,
     arch: str,
+    batch_invariant: bool,
 ) -> DecoderLayer:
     config = listed.config
     own = {name.removeprefix("attn."): t for name, t in tensors.items() if name.startswith("attn.")}
-    attention = Attention(config, kind, own, precision=precision, keys=keys, backend=backend, arch=arch)
+    common = {"backend": backend, "arch": arch}
+    attention = Attention(config, kind, own, precision=precision, keys=keys, **common, batch_invariant=batch_invariant)
     modes = {"precision": experts, "shared_precision": "bf16" if experts == "bf16" else None}
-    moe = moe_layer(listed.checkpoint, prefix, config, **modes, backend=backend, arch=arch)
-    return DecoderLayer(attention, moe, tensors, config, backend)
+    moe = moe_layer(listed.checkpoint, prefix, config, **modes, **common)
+    return DecoderLayer(attention, moe, tensors, config, backend, batch_invariant)

@@ -20,7 +20,6 @@ data; the default is this lab's wording, good for models trained here.
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib.model import strict_json
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"
@@ -192,15 +192,19 @@ def _turn(turn: Mapping[str, Any], wording: Wording, reasons: bool) -> str:
         return thought + content + _calls(turn.get("tool_calls") or ()) + EOS
     marks = {"dsml_token": DSML, "thinking_start_token": THINK, "thinking_end_token": END_THINK}
     if turn.get("tools"):
-        schemas = "\n".join(_json(tool["function"]) for tool in turn["tools"])
+        schemas = "\n".join(strict_json.write(tool["function"]) for tool in turn["tools"])
         content += "\n\n" + _filled(wording.tools, marks | {"tool_schemas": schemas})
     if turn.get("response_format"):
-        content += "\n\n" + _filled(wording.response_format, {"schema": _json(turn["response_format"])})
+        content += "\n\n" + _filled(wording.response_format, {"schema": strict_json.write(turn["response_format"])})
     return (USER if role == "developer" else "") + content
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _json(where: str, value: Any) -> str:
+    """Write an argument as JSON."""
+    try:
+        return strict_json.write(value)
+    except ValueError as error:
+        raise ArgumentError(where, value, f"values of JSON ({error})") from error
 
 
 def _encodes(text: str) -> bool:
@@ -219,7 +223,7 @@ def _calls(calls: Sequence[Mapping[str, Any]]) -> str:
     for call in calls:
         lines = [
             f'<{DSML}parameter name="{name}" string="{"true" if isinstance(value, str) else "false"}">'
-            f"{value if isinstance(value, str) else _json(value)}</{DSML}parameter>"
+            f"{value if isinstance(value, str) else strict_json.write(value)}</{DSML}parameter>"
             for name, value in call["arguments"].items()
         ]
         blocks.append("\n".join((f'<{DSML}invoke name="{call["name"]}">', "\n".join(lines), f"</{DSML}invoke>")))
@@ -251,6 +255,8 @@ def _checked(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
             raise ArgumentError(f"{where}.tools", tool, '{"type": "function", "function": {...}}')
         check_function(f"{where}.tools", tool["function"])
+    if out.get("response_format"):
+        _json(f"{where}.response_format", out["response_format"])
     out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in out.get("tool_calls") or ()]
     return out
 
@@ -264,7 +270,7 @@ def check_function(where: str, function: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: no call could name it, its text does not encode to UTF-8 or has marks of the format.
     """
-    text = _json(function)
+    text = _json(where, function)
     if not _encodes(text):
         raise ArgumentError(where, function, UNICODE)
     name = function.get("name")
@@ -286,14 +292,16 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = strict_json.read(arguments)
         except ValueError as error:
-            raise ArgumentError(f"{where}.arguments", arguments, "JSON") from error
+            raise ArgumentError(f"{where}.arguments", arguments, f"JSON ({error})") from error
     if not isinstance(arguments, Mapping):
         raise ArgumentError(f"{where}.arguments", arguments, "a JSON object")
+    if not all(isinstance(name, str) for name in arguments):
+        raise ArgumentError(f"{where}.arguments", arguments, "names that are texts")
     if any(mark in text for text in (function["name"], *arguments) for mark in UNNAMEABLE):
         raise ArgumentError(where, [function["name"], *arguments], "names without quotes, < and line breaks")
-    if DSML in _json(arguments):
+    if DSML in _json(f"{where}.arguments", arguments):
         raise ArgumentError(f"{where}.arguments", arguments, f"values without {DSML}")
     return {"id": call.get("id"), "name": function["name"], "arguments": arguments}
 
@@ -397,10 +405,9 @@ def _pieces(pattern: re.Pattern[str], text: str, what: str) -> list[tuple[str, .
 
 def _value(key: str, text: str) -> Any:
     try:
-        value = json.loads(text)
-        encodes = _encodes(_json(value))
-    except (ValueError, RecursionError) as error:
-        raise ReplyError(f"parameter {key!r} is no JSON: {text[:40]!r}") from error
-    if not encodes:
+        value = strict_json.read(text)
+    except ValueError as error:
+        raise ReplyError(f"parameter {key!r} is no JSON ({error}): {text[:40]!r}") from error
+    if not _encodes(strict_json.write(value)):
         raise ReplyError(f"parameter {key!r} has a lone surrogate: {text[:40]!r}")
     return value

@@ -59,12 +59,13 @@ class MtpBlock(torch.nn.Module):
         Returns:
             (hidden bf16 [T, d], what the head reads; streams bf16 [T, 4, d], for the next draft).
         """
-        eps, options = self.config.rms_eps, {"backend": self.backend}
+        eps = self.config.rms_eps
         h = self.h_proj(normed(streams.flatten(0, 1), self.hnorm, eps, self.h_proj))[0]
         e = self.e_proj(normed(embedded, self.enorm, eps, self.e_proj))[0]
         x = h.unflatten(0, (-1, self.config.hc_mult)) + e[:, None]
         pending = self.layer(Pending(x), step, caches)
         given = {"f": pending.f, "post": pending.post, "comb": pending.comb, "eps": self.collapse.eps}
+        given |= {"batch_invariant": self.collapse.batch_invariant, "backend": self.backend}
         out = torch.empty_like(x), torch.empty_like(embedded)
-        hidden = mhc_head(pending.streams, self.collapse.site, **given, out=out, **options)
+        hidden = mhc_head(pending.streams, self.collapse.site, **given, out=out)
         return hidden, out[0]

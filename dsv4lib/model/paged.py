@@ -23,7 +23,6 @@ from dsv4lib.formats import kv_entry
 from dsv4lib.layers.attention import KEYS, MOST_DRAFTS, Caches, Pool, State
 from dsv4lib.layers.step import ENTRIES, Entries, Step, Window, assembled, rows_of, window_rows
 from dsv4lib.model.transformer import Transformer
-from dsv4lib.ops.compressor.op import Ring, Running
 
 
 def groups_of(config: ModelConfig, keys: str, mtp: bool, drafts: int) -> tuple[Group, ...]:
@@ -104,20 +103,17 @@ class PagedCaches:
             layout = KEYS[self.model.keys] if name == "keys" else kv_entry.LAYOUT
             return Pool(data[:, : layout.page_bytes(group.entries)], group.entries, part)
 
-        def state(name: str, width: int) -> State:
+        def state(name: str) -> State:
             group = self.groups[name]
-            if group.running:
-                part, data = self.storage.layer(group, at[name])
-                return State(Running(data.view(torch.float32).unflatten(1, (3, width))), part)
-            part, k, z = self.storage.ring(group, at[name], torch.float32, width)
-            return State(Ring(k, z), part)
+            part, data = self.storage.layer(group, at[name])
+            data = data[:, : group.entries * group.entry_bytes]
+            return State.of(data, part, 0 if group.running else group.rows)
 
-        dim, key = self.model.config.head_dim, self.model.config.index_dim
         if kind is LayerKind.SWA:
             return Caches(pool(window), group=window)
         if kind is LayerKind.HCA:
-            return Caches(pool(window), pool("hca"), state("hca_state", dim), group=window)
-        states = state("csa_state", 2 * dim), state("keys_state", 2 * key)
+            return Caches(pool(window), pool("hca"), state("hca_state"), group=window)
+        states = state("csa_state"), state("keys_state")
         return Caches(pool(window), pool("csa"), states[0], pool("keys"), states[1], window)
 
     def copy(self) -> None:

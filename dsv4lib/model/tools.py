@@ -9,12 +9,12 @@ A tool's schema is OpenAI's: a function with ``name``, ``description`` and ``par
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.model import strict_json
 from dsv4lib.model.chat import DSML, END_THINK, check_function
 
 FORM = '{"type": "function", "function": {"name": ...}}, or the function alone'
@@ -36,10 +36,10 @@ def read_tools(file: Path | str) -> list[dict[str, Any]]:
             schema that `check_function` refuses, a name that occurs twice.
     """
     try:
-        listed = json.loads(Path(file).read_text(encoding="utf-8"), parse_constant=_refuse)
+        listed = strict_json.read(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError("tools", str(file), f"a file that can be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ArgumentError("tools", str(file), f"a file of JSON ({error})") from error
     if not isinstance(listed, list) or not listed:
         raise ArgumentError("tools", str(file), "a JSON list of at least one schema")
@@ -49,10 +49,6 @@ def read_tools(file: Path | str) -> list[dict[str, Any]]:
     if twice is not None:
         raise ArgumentError("tools", twice, "a name for each tool of its own")
     return tools
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _tool(number: int, entry: Any) -> dict[str, Any]:
@@ -68,7 +64,7 @@ def _tool(number: int, entry: Any) -> dict[str, Any]:
 
 def shown_call(call: Mapping[str, Any]) -> str:
     """Write a call of `Reply.tool_calls` on one line, its values as JSON."""
-    arguments = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call["arguments"].items())
+    arguments = (f"{name}={strict_json.write(value)}" for name, value in call["arguments"].items())
     return f"{call['name']}({', '.join(arguments)})"
 
 

@@ -149,7 +149,8 @@ class Transformer(torch.nn.Module):
         streams = torch.empty_like(pending.streams) if keep_streams else None
         given = {"f": pending.f, "post": pending.post, "comb": pending.comb, "eps": self.collapse.eps}
         out = streams, pending.streams.new_empty(len(step.tokens), self.config.hidden)
-        return mhc_head(pending.streams, self.collapse.site, **given, out=out, backend=self.backend), streams
+        given |= {"batch_invariant": self.collapse.batch_invariant, "backend": self.backend}
+        return mhc_head(pending.streams, self.collapse.site, **given, out=out), streams
 
     @torch.no_grad()
     def draft(self, streams: Tensor, step: Step) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
 from dsv4lib.errors import ArgumentError
@@ -103,7 +106,7 @@ def test_calls_are_dsml_and_results_stand_in_their_order():
     assert (reply.reasoning, reply.content) == ("w", "A")
     assert [c["arguments"] for c in reply.tool_calls] == [c["function"]["arguments"] for c in calls]
     assert [c["name"] for c in reply.tool_calls] == ["f", "g", "h"]
-    text = [{**c, "function": {**c["function"], "arguments": chat._json(c["function"]["arguments"])}} for c in calls]
+    text = [{**c, "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"])}} for c in calls]
     assert encode([talk[0], {**talk[1], "tool_calls": text}, *talk[2:]], CHAT) == encode(talk, CHAT)
 
 
@@ -148,6 +151,15 @@ def test_wording_is_read_as_data(tmp_path):
         ([said("system", "", tools=[{"function": {"name": "f", "description": 1}}])], "description of f"),
         ([said("system", "", tools=[{"function": {"name": "f", "parameters": []}}])], "parameters of f"),
         ([said("system", "", tools=[{"function": {"name": "f", "parameters": {"a": EOS}}}])], "marks"),
+        ([said("system", "", tools=[{"function": {"name": "f", "parameters": {"a": math.inf}}}])], "values of JSON"),
+        ([said("system", "", response_format={"maximum": math.nan})], r"response_format=.*values of JSON"),
+        ([said("system", "", response_format={"a": {1, 2}})], r"response_format=.*values of JSON"),
+        ([said("assistant", "", tool_calls=[call(1, x=math.nan)])], r"arguments=.*values of JSON"),
+        (
+            [said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": {1: 2}}}])],
+            "names that are texts",
+        ),
+        ([said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "[" * 5000}}])], "deeper than 100"),
     ],
 )
 def test_bad_conversations_are_named(messages, message):

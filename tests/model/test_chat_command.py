@@ -211,13 +211,17 @@ def test_calls_that_are_cut_off_are_shown_as_they_are(talking, writes, tools):  
     assert done.stderr.count("none does") == 2 and "/result CALL TEXT: the call's number" in done.stderr
 
 
-def test_a_value_that_does_not_encode_ends_no_chat(talking, writes, tools):  # noqa: F811
-    value = f'<{DSML}parameter name="x" string="false">"\\ud800"</{DSML}parameter>'
+@pytest.mark.parametrize(
+    "value, message",
+    [('"\\ud800"', "has a lone surrogate"), ("[" * 101 + "]" * 101, "deeper than 100"), ("1e999", "largest float")],
+)
+def test_a_value_that_is_no_json_of_ours_ends_no_chat(talking, writes, tools, value, message):  # noqa: F811
+    value = f'<{DSML}parameter name="x" string="false">{value}</{DSML}parameter>'
     bad = f'<{DSML}tool_calls>\n<{DSML}invoke name="f">\n{value}\n</{DSML}invoke>\n</{DSML}tool_calls>'
     writes(bad, "fine")
     done = said(talking, "q\nq\n", "--tools", str(tools), "--tokens", "900")
     assert done.exit_code == 0, done.exception
-    assert done.stdout == f"{bad}\nfine\n" and "has a lone surrogate" in done.stderr
+    assert done.stdout == f"{bad}\nfine\n" and message in done.stderr
 
 
 def test_a_result_may_be_empty_and_words_lie_apart(talking, writes, tools):  # noqa: F811

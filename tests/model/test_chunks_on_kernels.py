@@ -1,4 +1,6 @@
-"""Logits of nano on the SM100 kernels do not depend on how its prompt is cut, bit by bit: N of the MMAs 8 to 160.
+"""Logits of nano on the SM100 kernels do not depend on how its prompt is cut, bit by bit.
+
+Steps of 1 to 120 tokens have GEMMs with tiles of 64 and 128 tokens, and all tiles of the router.
 
 Up to the first HCA entry, at 128 tokens: HCA's running softmax rounds where a chunk ends.
 """
@@ -12,7 +14,7 @@ HCA_WINDOW = 128
 
 @pytest.mark.parametrize(
     "sizes",
-    [[7, 17], [10, 30], [10] * 12],
+    [[7, 17], [10, 30], [10] * 12, [65, 40, 1, 14]],
     ids=str,
 )
 @pytest.mark.full  # the stage full_model has the smallest case

@@ -191,6 +191,18 @@ def test_replies_that_do_not_encode_are_taken_back(tokenizer):
     assert talk.answer(tokenizer.encode(pair, bos=False)).tool_calls[0]["arguments"] == {"x": "\N{GRINNING FACE}"}
 
 
+@pytest.mark.parametrize("value", ["[" * 990 + "]" * 990, "[" * 100 + "]" * 100, "1e999", "NaN", "[-Infinity]"])
+def test_replies_with_values_that_no_prompt_can_hold_are_taken_back(tokenizer, value):
+    """Nesting is counted with the object of arguments around it."""
+    talk = Conversation(tokenizer, ChatOptions("chat"), tools=TOOLS)
+    before = talk.ask("q")
+    lines = f'<{DSML}invoke name="f">\n<{DSML}parameter name="x" string="false">{value}</{DSML}parameter>'
+    text = f"<{DSML}tool_calls>\n{lines}\n</{DSML}invoke>\n</{DSML}tool_calls>"
+    with pytest.raises(ReplyError, match="not kept"):
+        talk.answer(tokenizer.encode(text, bos=False))
+    assert talk.ask("q") == before
+
+
 def test_what_has_no_reply_is_taken_back_whole(tokenizer):
     talk = Conversation(tokenizer, ChatOptions("chat"), "S", TOOLS)
     talk.ask("q")

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import struct
+import zlib
 
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.ptx.ir import Module
@@ -21,14 +22,20 @@ from dsv4lib.emulator.ptx.parse import parse
 
 FATBIN_MAGIC = 0xBA55ED50
 ELF_MAGIC = b"\x7fELF"
-KNOWN: dict[str, str] = {}  # sha256 of the cubin -> PTX
+KNOWN: dict[str, bytes] = {}  # sha256 of the cubin -> PTX, deflated: it stays as long as the process
 
 
 def remember(cubin: bytes, ptx: str) -> str:
     """Note that ``cubin`` was assembled from ``ptx``; returns the key."""
     key = hashlib.sha256(cubin).hexdigest()
-    KNOWN[key] = ptx.rstrip("\0")
+    KNOWN[key] = zlib.compress(ptx.rstrip("\0").encode(), 1)
     return key
+
+
+def ptx_of(cubin: bytes) -> str | None:
+    """Find the PTX that a cubin was assembled from; None: it was not compiled under our eyes."""
+    known = KNOWN.get(hashlib.sha256(cubin).hexdigest())
+    return None if known is None else zlib.decompress(known).decode()
 
 
 def cubin_at(address: int) -> bytes:
@@ -82,8 +89,7 @@ def module_at(address: int) -> Module:
     Raises:
         LaunchError: the binary was not compiled where we could see its PTX.
     """
-    cubin = cubin_at(address)
-    ptx = KNOWN.get(hashlib.sha256(cubin).hexdigest())
+    ptx = ptx_of(cubin_at(address))
     if ptx is None:
         raise LaunchError(
             "a binary is loaded whose PTX is not known: it was compiled outside of emulator.device() and comes from a "

@@ -131,6 +131,7 @@ def _calls(patch: Patches) -> None:
 
     def load(original: Any, function: Any) -> list[Any]:
         libraries = stored_error_first(original, function)
+        RUNTIME.unload_with(function.engine, [int(library) for library in libraries])
         del libraries[:]  # the DSL would unload our handles through the real runtime, perhaps after the context
         return libraries
 

@@ -70,11 +70,12 @@ class HostFunction:
 
     def _load(self) -> None:
         """Load the kernels, as the DSL does before the first call."""
-        library = ctypes.pointer(ctypes.pointer(self.library))
+        library = ctypes.pointer(self.library)
         result, index = ctypes.c_int32(0), ctypes.c_int32(0)
         for name, values in (("cuda_init", (library, result)), ("cuda_load_to_device", (library, index, result))):
             self._call(_ENTRY(self.engine.raw_lookup(name)), [ctypes.addressof(v) for v in values], result)
         self.loaded = True
+        RUNTIME.unload_with(self.engine, [self.library.value])
 
     def _call(self, function: Any, pointers: list[int], result: ctypes.c_int32) -> None:
         """Call a packed function; errors of callbacks come first."""

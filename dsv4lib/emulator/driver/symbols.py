@@ -15,7 +15,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ class Runtime:
         self.devices: list[DeviceView] = []  # the active one last
         self.libraries: dict[int, Module] = {}
         self.kernels: dict[int, LoadedKernel] = {}
+        self.members: dict[int, list[int]] = {}  # kernels of a library
         self.pending: BaseException | None = None
         self.captured: list[LaunchRequest] | None = None  # launches of the CUDA graph that is being captured
         self.side_of: Callable[[Any], int | None] = lambda tensor: None  # device number of a torch tensor, if known
@@ -68,6 +70,17 @@ class Runtime:
         """Make a new opaque handle, never reused."""
         self._next += 16
         return self._next
+
+    def unload(self, libraries: Sequence[int]) -> None:
+        """Forget libraries and their kernels, whose code no engine can call any more."""
+        for library in libraries:
+            self.libraries.pop(library, None)
+            for handle in self.members.pop(library, ()):
+                self.kernels.pop(handle, None)
+
+    def unload_with(self, engine: Any, libraries: Sequence[int]) -> None:
+        """Forget libraries once an execution engine is gone."""
+        weakref.finalize(engine, self.unload, tuple(libraries)).atexit = False
 
     def device(self) -> DeviceView:
         """Get the active device."""
@@ -200,13 +213,14 @@ def library_get_kernel(out: int, library: int, name: int) -> None:
         raise LaunchError(f"no kernel {text} in the loaded module; it has {', '.join(module.kernels)}")
     handle = RUNTIME.handle()
     RUNTIME.kernels[handle] = LoadedKernel(module, text)
+    RUNTIME.members.setdefault(library, []).append(handle)
     _set(out, P, handle)
 
 
 @symbol("_cudaLibraryUnload", P, safe=True)
 def library_unload(library: int) -> None:
-    """Forget a library."""
-    RUNTIME.libraries.pop(library, None)
+    """Forget a library and its kernels."""
+    RUNTIME.unload([library])
 
 
 @symbol("_cuKernelGetAttribute", P, I, P, I)

@@ -77,6 +77,7 @@ class Ring(NamedTuple):
 
     Rows are 2 x rate with overlap, else rate, or more of them, a power of two; position p is at p mod rows. Of a call's
     rows the newest 2 x rate, or rate, are stored. A step of 1 + K rows can go back K if rows hold K - 1 more.
+    The numbers may come as their bytes, uint8 ``[S, rows, 4 width]``.
     """
 
     k: Tensor
@@ -86,7 +87,7 @@ class Ring(NamedTuple):
 class Running(NamedTuple):
     """State of softmax: parts fp32 ``[S, 3, dim]`` of the open window.
 
-    They are the maximum of the gates, the sum of exponentials and the weighted sum.
+    They are the maximum of the gates, the sum of exponentials and the weighted sum; or their bytes, as of `Ring`.
     """
 
     parts: Tensor
@@ -193,6 +194,8 @@ class Call(NamedTuple):
 
     def check(self) -> None:
         """Check types, shapes and devices."""
+        if self.state[0].dtype == torch.uint8:
+            return self._in_fp32().check()
         fp32, i32 = torch.float32, torch.int32
         shapes = {"kv": (self.kv, "[T, width]"), "weights.ape": (self.weights.ape, "[rate, width]")}
         shapes |= {"weights.norm": (self.weights.norm, "[dim]"), "weights.cos": (self.weights.cos, f"[P, {ROPE // 2}]")}
@@ -255,18 +258,33 @@ class Call(NamedTuple):
         if bool((kept >= entries).any()) or len(kept.unique()) != len(kept):
             raise ArgumentError("slots", kept.tolist()[:8], f"negative or 0..{entries - 1}, each at most once")
 
+    def _in_fp32(self) -> Call:
+        """View a state that comes as bytes as its numbers."""
+        views = []
+        for name, x in zip(self.state._fields, self.state, strict=True):
+            if x.dtype != torch.uint8:
+                raise ArgumentError(f"state.{name}.dtype", x.dtype, "torch.uint8, as of the state's other tensor")
+            apart = any(stride % 4 for stride in (*x.stride()[:-1], x.storage_offset()))
+            if x.dim() != 3 or x.shape[2] % 4 or x.stride(2) != 1 or apart:
+                raise ArgumentError(f"state.{name}", (tuple(x.shape), x.stride()), "bytes of fp32 [S, rows, width]")
+            views.append(x.view(torch.float32))
+        return self._replace(state=type(self.state)(*views))
+
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
+        if self.state[0].dtype == torch.uint8:
+            return self._in_fp32().run(backend)
         state, out = self.state, self.out
         if len(state) == 2 and len(state.k) and state.k.data_ptr() == state.z.data_ptr():
             raise ArgumentError("state.z", "the memory of state.k", "memory of its own")
         if 0 in (len(self.kv), len(self.batch.requests), len(out.data)):
-            return
+            return None
         if backend == "reference":
             return _reference(self)
         settings = self.settings() | {"fp4_conversion": has_fp4_conversion(launching.arch(backend))}
         kernel = StreamedCompressor if settings.get("stages") else Compressor
         launching.launch(backend, kernel, settings, arguments.fake_args, arguments.launch_args, self)
+        return None
 
 
 def _reference(call: Call) -> None:

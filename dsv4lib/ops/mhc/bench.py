@@ -109,7 +109,7 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
 
     inputs = (given[name] for name in ("streams", "f", "post", "comb"))
     site = op.Site(*(given[name] for name in op.Site._fields))
-    return op.Call(*inputs, site, op.Outputs(**out), None, None, ITERS, op.Eps(EPS, EPS), backend)
+    return op.Call(*inputs, site, op.Outputs(**out), None, None, ITERS, op.Eps(EPS, EPS), False, backend)
 
 
 def after_mhc(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:

@@ -18,6 +18,10 @@ which writes into outputs in place, reads nothing on the host and can be capture
 compiled its kernel. One case takes a second launch: many tokens of Pro in recipe "fp8", whose blocks of 128 columns
 cross the borders of that kernel's CTAs. The oracles are `dsv4lib.reference.mhc` and `.quantize`.
 
+Two kernels share the work out, and add in different orders: by default the number of tokens chooses the faster one,
+and a token's bits depend on it. With ``batch_invariant`` all numbers of tokens have `FEW_TOKENS`, and a token has the
+bits that it has alone; what that costs is in data/bench/mhc.md.
+
 With many tokens the kernel's CTAs exchange sums in a workspace that must be 0 before and is 0 after a launch, and wait
 for each other: all must be resident. Without a ``space`` the op keeps that memory for each stream; a capture that comes
 first records a memset instead. Two launches that may run at the same time, captured in two graphs from one stream for
@@ -129,6 +133,7 @@ def mhc_pre(
     keep: bool = True,
     out: tuple[Tensor | None, Tensor, Tensor] | None = None,
     space: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Make the input of a sublayer, and the coefficients of the write-back after it.
@@ -142,6 +147,7 @@ def mhc_pre(
         keep: y in bf16 is wanted; may be False with ``fp8``. Ignored with ``out``.
         out: (y or None, post, comb) to write into; None: new tensors.
         space: memory of the kernel, see `workspace`; None: the op's own.
+        batch_invariant: the bits of a token do not depend on how many there are; slower for many tokens.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
     Returns:
@@ -152,7 +158,7 @@ def mhc_pre(
         BackendUnavailable: the back end cannot run here.
     """
     out = _empty(streams, keep)[1:] if out is None else out
-    Call.op(streams, None, None, None, site, (None, *out), fp8, space, iters, eps, backend)
+    Call.op(streams, None, None, None, site, (None, *out), fp8, space, iters, eps, batch_invariant, backend)
     return out
 
 
@@ -170,6 +176,7 @@ def mhc_post_pre(
     keep: bool = True,
     out: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None,
     space: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Write a sublayer's output back, then `mhc_pre` of the next site.
@@ -178,13 +185,14 @@ def mhc_post_pre(
         f: bf16 [T, d], the sublayer's output.
         post: fp32 [T, 4], of the site before the sublayer. comb: fp32 [T, 4, 4], of the same.
         out: (streams, y or None, post, comb), other memory than the inputs; None: new tensors.
-        streams, site, iters, eps, fp8, keep, space, backend: as in `mhc_pre`, which also says what is raised.
+        streams, site, iters, eps, fp8, keep, space, batch_invariant, backend: as in `mhc_pre`, which also says what is
+            raised.
 
     Returns:
         (streams bf16 [T, 4, d], y, post, comb).
     """
     out = _empty(streams, keep) if out is None else out
-    Call.op(streams, f, post, comb, site, out, fp8, space, iters, eps, backend)
+    Call.op(streams, f, post, comb, site, out, fp8, space, iters, eps, batch_invariant, backend)
     return out
 
 
@@ -199,6 +207,7 @@ def mhc_head(
     eps: Eps = NORMAL,
     out: tuple[Tensor | None, Tensor] | None = None,
     space: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Collapse the streams and normalise, after a write-back where f is given.
@@ -208,13 +217,13 @@ def mhc_head(
         f, post, comb: as in `mhc_post_pre`, all or none.
         out: (streams or None, y): streams after the write-back are stored only where there is memory for them (a
             draft block needs them); None: only y, a new tensor.
-        streams, eps, space, backend: as in `mhc_pre`, which also says what is raised.
+        streams, eps, space, batch_invariant, backend: as in `mhc_pre`, which also says what is raised.
 
     Returns:
         y bf16 [T, d].
     """
     out = (None, _empty(streams)[1]) if out is None else out
-    Call.op(streams, f, post, comb, site, (*out, None, None), None, space, ITERS, eps, backend)
+    Call.op(streams, f, post, comb, site, (*out, None, None), None, space, ITERS, eps, batch_invariant, backend)
     return out[1]
 
 
@@ -280,6 +289,7 @@ class Call(NamedTuple):
     space: Tensor | None
     iters: int
     eps: Eps
+    batch_invariant: bool
     backend: str
 
     @property
@@ -345,14 +355,14 @@ class Call(NamedTuple):
         return {name: (x, torch.uint8, shape) for (name, x), shape in zip(given.items(), shapes, strict=True)}
 
     def run(self, backend: str, variant: Variant | None = None) -> None:
-        """Launch the kernel, or ask the oracle; ``variant``: None: `variant_of`."""
+        """Launch the kernel, or ask the oracle; ``variant``: None: that of its number of tokens, or of all."""
         if self.streams.shape[0] == 0:
             return
         if backend == "reference":
             return _reference(self)
         sm_count = launching.sm_count(self.streams.device) if backend == "native" else SM_COUNT
         if variant is None:
-            variant = variant_of(*self.streams.shape[::2])
+            variant = Variant.FEW_TOKENS if self.batch_invariant else variant_of(*self.streams.shape[::2])
         launch(self, backend, plan(self.streams.shape[0], self.streams.shape[2], sm_count, variant))
 
 

@@ -1,5 +1,6 @@
 """What arrives at the machine when compiled CuTeDSL code is called: shapes, parameters, descriptors, errors."""
 
+import gc
 import importlib.util
 import os
 import struct
@@ -290,6 +291,32 @@ def test_refused_launches_are_the_errors_that_the_dsl_documents(requests):
 def test_host_functions_are_made_once(gemm, requests):
     _, compiled = gemm
     assert host.host_function(compiled.function) is host.host_function(compiled.function)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_kernels_are_forgotten_with_the_code_that_calls_them(inside):
+    """A loaded kernel holds its PTX, parsed and lowered: megabytes, which went only with the process."""
+
+    def handles():
+        gc.collect()
+        return set(RUNTIME.libraries), set(RUNTIME.kernels), set(RUNTIME.members)
+
+    def call():
+        x = torch.zeros(128)
+        with emulator.device("sm_100a") as gpu:
+            compiled = cute.compile(scale, from_dlpack(x), 2.0, options="--keep-ptx --keep-cubin")
+            if inside:
+                compiled(from_dlpack(x), 2.0)
+            else:
+                emulator.driver.launch(compiled, from_dlpack(x), 2.0, gpu=gpu)
+        assert bool((x == 1).all())
+        return compiled, handles()
+
+    before = handles()
+    compiled, during = call()
+    assert all(len(now - old) == 1 for old, now in zip(before, during, strict=True))
+    del compiled
+    assert all(now <= old for old, now in zip(before, handles(), strict=True))
 
 
 def test_a_cuda_graph_records_launches_and_replays_them():

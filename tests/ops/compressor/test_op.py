@@ -92,6 +92,25 @@ def test_rotation_is_for_128_dims_unless_said():
     assert not torch.allclose(turned[slot], plain[slot], atol=1e-2)
 
 
+RUNNING = cases.make(128, [1, 1], [127, 64], running=True, single=True)
+
+
+@pytest.mark.parametrize("case", [CSA, RUNNING], ids=["rows", "running"])
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+def test_a_state_may_come_as_its_bytes(case, backend):
+    """Strided, as pages of a pool hold it; the same bits, written in place."""
+    room = [torch.zeros(len(x), x.shape[1] + 3, x.shape[2] + 8) for x in case.state]
+    inside = [one[:, 1:-2, 4:-4].copy_(x) for one, x in zip(room, case.state, strict=True)]
+    entries = cases.run(case, "kv", backend)
+    found = case._replace(state=type(case.state)(*(x.view(torch.uint8) for x in inside)))
+    pages = cases.blank("kv", int(case.batch.slots.max()) + 1, 512)
+    compressor(*found[:4], found.state, Pages(pages, cases.PAGE, "kv"), eps=cases.EPS, backend=backend)
+    assert torch.equal(pages, entries[0])
+    for x, y, before in zip(inside, entries[1], case.state, strict=True):
+        assert torch.equal(x.view(torch.int32), y.view(torch.int32))
+        assert not torch.equal(x.view(torch.int32), before.view(torch.int32))
+
+
 def test_nothing_to_do():
     empty = CSA._replace(kv=CSA.kv[:0], gate=CSA.gate[:0], batch=Batch(CSA.batch.requests[:0], CSA.batch.slots[:0]))
     _, state = cases.run(empty, "kv", "emulator")
@@ -154,6 +173,11 @@ def test_bad_arguments_are_named():
         ({"state": Ring(CSA.state.k[:, :4], CSA.state.z[:, :4])}, r"state\.k"),
         ({"state": Running(torch.zeros(4, 3, 512))}, "kv.shape"),
         ({"state": (1, 2)}, "state"),
+        ({"state": Ring(CSA.state.k.view(torch.uint8), CSA.state.z)}, r"state\.z\.dtype"),
+        ({"state": Ring(CSA.state.k, CSA.state.z.view(torch.uint8))}, r"state\.z"),
+        ({"state": Ring(*(x.view(torch.uint8)[:, :, :-1] for x in CSA.state))}, r"state\.k=.*bytes of fp32"),
+        ({"state": Ring(*(x.view(torch.uint8)[:, :, 2:-2] for x in CSA.state))}, r"state\.k=.*bytes of fp32"),
+        ({"state": Ring(*(x.view(torch.uint8)[:, :, :-4] for x in CSA.state))}, r"state\.k"),
         ({"state": Ring(CSA.state.k, None)}, r"state\.z"),
         ({"state": Ring(CSA.state.k, CSA.state.k)}, r"state\.z"),
         ({"kv": CSA.kv.tolist()}, "kv"),

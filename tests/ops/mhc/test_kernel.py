@@ -66,7 +66,7 @@ def outputs(tokens, d, post, head, keep=True):
 def call_of(kernel, streams, before, parameters, after, fp8=None, space=None):
     """The call of a site with these tensors."""
     site, out, eps = Site(*parameters), Outputs(*after), Eps(EPS, EPS)
-    return Call(streams, *before, site, out, fp8, space, kernel.iters, eps, "emulator")
+    return Call(streams, *before, site, out, fp8, space, kernel.iters, eps, False, "emulator")
 
 
 def run(given, rows, clusters, arch="sm_90a", device=None, **settings):

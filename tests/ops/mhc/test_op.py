@@ -94,6 +94,29 @@ def test_forms_agree():
             same([found[variant][name]], [want[name]])
 
 
+@pytest.mark.parametrize("post", cases(True, full=[False]))
+def test_tokens_have_the_bits_that_they_have_alone(post):
+    """With so many tokens the op chooses another variant than for a few, unless they shall be batch-invariant."""
+    tokens, few = 113, 9
+    assert variant_of(tokens, 128) != variant_of(few, 128)
+    given = bench.make(tokens, 128, torch.Generator().manual_seed(1))
+
+    def boundary(rows, batch_invariant):
+        streams, *before = (given[name][rows].contiguous() for name in ("streams", "f", "post", "comb"))
+        fp8 = new_fp8(streams, swizzled=False)
+        options = {"fp8": fp8, "batch_invariant": batch_invariant, "backend": "emulator"}
+        made = mhc_post_pre(streams, *before, SITE, **options) if post else mhc_pre(streams, SITE, **options)
+        return *made, fp8.codes, fp8.scales
+
+    def differences(batch_invariant):
+        whole = boundary(slice(None), batch_invariant)
+        places = slice(50, 50 + few)
+        return [int((a[places] != b).sum()) for a, b in zip(whole, boundary(places, batch_invariant), strict=True)]
+
+    assert not any(differences(True))
+    assert any(differences(False))  # what it is for
+
+
 def test_forms_that_fit():
     assert variants(4096) == list(Variant) == variants(7168) and variants(7680) == []
     assert all(variant_of(tokens, d) in variants(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 5120, 7168))
@@ -137,7 +160,7 @@ def test_schemas_and_fakes():
     out = [torch.zeros_like(STREAMS), torch.zeros(5, 128).bfloat16(), torch.zeros(5, 4), torch.zeros(5, 4, 4)]
     with torch.no_grad():
         for before, new in ((tuple(BEFORE.values()), out[0]), ((None,) * 3, None)):
-            given = STREAMS, *before, *SITE, new, *out[1:], *(None,) * 4, None, 20, 1e-6, 1e-6, "reference"
+            given = STREAMS, *before, *SITE, new, *out[1:], *(None,) * 4, None, 20, 1e-6, 1e-6, False, "reference"
             result = torch.library.opcheck(torch.ops.dsv4.mhc_site.default, given)
             assert set(result.values()) == {"SUCCESS"}, result
             given = *given[:9], None, *given[10:12], *new_fp8(STREAMS), *given[16:]
