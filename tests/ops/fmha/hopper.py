@@ -10,6 +10,7 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.ops.fmha.inputs import Case, guards_written
 from dsv4lib.ops.fmha.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
+from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.ops.fmha.work import KeyRows
 from dsv4lib.pages.fmha.run_case import Native, judge, oracle, score_size
 from tests.budget import built
@@ -18,10 +19,10 @@ ARCH = "sm_90a"
 PLAIN = {"entries": "index", "window": True, "window_index": False, "sink": True}
 
 
-def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False, splits: int = 1, **device):
+def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False, splits: int = 1, ctas: int = 1, **device):
     """An `Outcome`; of several splits what they add up to is judged."""
     options = PLAIN | options
-    if kind is DecodeFmha:
+    if kind in (DecodeFmha, PrefillFmha):
         made = kernel, code = built(kind, fake_args, ARCH, **options)
     else:
         kernel = kind(**options)
@@ -41,7 +42,7 @@ def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False,
         window = KeyRows(there.span_pages, *place, there.window_count)
     sink = there.sink if kernel.sink else None
     rope = (there.cos, there.sin) if kernel.inverse_rope else None
-    args = launch_args(kernel, there.q, entries, window, sink, rope, o, lse, one.scale, splits)
+    args = launch_args(kernel, there.q, entries, window, sink, rope, o, lse, one.scale, splits, ctas=ctas)
     gpu, error = Native(), None
     if native:
         backends.launch("native", code.function, *args)
