@@ -19,7 +19,7 @@ ARCH = "sm_90a"
 PLAIN = {"entries": "index", "window": True, "window_index": False, "sink": True}
 
 
-def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False, splits: int = 1, ctas: int = 1, **device):
+def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False, splits: int = 1, ctas: int = 1, **gpu):
     """An `Outcome`; of several splits what they add up to is judged."""
     options = PLAIN | options
     if kind in (DecodeFmha, PrefillFmha):
@@ -43,14 +43,14 @@ def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False,
     sink = there.sink if kernel.sink else None
     rope = (there.cos, there.sin) if kernel.inverse_rope else None
     args = launch_args(kernel, there.q, entries, window, sink, rope, o, lse, one.scale, splits, ctas=ctas)
-    gpu, error = Native(), None
+    device, error = Native(), None
     if native:
         backends.launch("native", code.function, *args)
         torch.cuda.synchronize()
     else:
-        gpu = make(ARCH, **{"checks": "race", **device})
+        device = make(ARCH, **{"checks": "race", **gpu})
         try:
-            launch(code, *args, gpu=gpu)
+            launch(code, *args, gpu=device)
         except EmulatorError as caught:
             error = caught
     ends = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
@@ -59,7 +59,7 @@ def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False,
         o, lse = o.cpu(), lse.cpu()
         weights = torch.softmax(lse.double().nan_to_num(neginf=-1e30), 0)[..., None]
         whole = (o.double() * weights).sum(0).to(one.q.dtype), torch.logsumexp(lse.double(), 0).float()
-        return judge(made, gpu, error, whole, peer, truth, (one,), score_size(one))
-    outcome = judge(made, gpu, error, (o, lse), peer, truth, (one,), score_size(one))
+        return judge(made, device, error, whole, peer, truth, (one,), score_size(one))
+    outcome = judge(made, device, error, (o, lse), peer, truth, (one,), score_size(one))
     outcome.guards_written = guards_written(o, lse)
     return outcome

@@ -18,7 +18,7 @@ from registers: lanes of a quad exchange words (`across_quad`), and stages are f
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,7 +34,6 @@ from dsv4lib.ops.fmha.sm90.attend import (
     ROWS,
     Attend,
     Place,
-    columns_of,
     packed,
 )
 from dsv4lib.ops.fmha.sm90.config import DIMS, STAGE_BYTES, WARPGROUP
@@ -74,10 +73,10 @@ class PrefillAttend(PrefillKeys, Attend):
         exchange: Exchange,
         outputs: Outputs,
         scale_log2: Float32,
-        group: cutlass.Constexpr,
     ):
-        """Math warps of warpgroup ``group``: the pairs of a token, O, the next token."""
-        tidx = cute.arch.thread_idx()[0] % WARPGROUP
+        """Math warps: the pairs of a token, O, the next token."""
+        tidx, _, _ = cute.arch.thread_idx()
+        group, tidx = cute.arch.make_warp_uniform(tidx // WARPGROUP), tidx % WARPGROUP
         rO = cute.make_rmem_tensor(DIMS // 2, Float32)
         softmax = Softmax(cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32))
         parity, q_parity = Int32(0), Int32(0)
@@ -91,13 +90,13 @@ class PrefillAttend(PrefillKeys, Attend):
             softmax.row_sum.fill(0.0)
             for pair in cutlass.range(pairs, unroll=1):
                 last = pair == pairs - 1
-                if cutlass.const_expr(group == 0):
+                if group == 0:
                     self.first_of_pair(ring, parity, last, queries, exchange, scale_log2, rO, softmax)
                 else:
                     self.second_of_pair(ring, parity, last, queries, exchange, scale_log2, rO, softmax)
                 parity = parity ^ 1
             row = tidx // 32 * 16 + tidx % 32 // 4
-            place = Place(Int32(group), row, tidx % 4, token, self.head_block() * TILE_M)
+            place = Place(group, row, tidx % 4, token, self.head_block() * TILE_M)
             self.finish_token(outputs, place, heads, rO, softmax)
 
     @cute.jit
@@ -320,7 +319,8 @@ def across_quad(words: list, t: Int32) -> list:
             high = low + step
             sent = cutlass.select_(upper, words[low], words[high])
             found = cute.arch.shuffle_sync_bfly(sent, step)
-            words[low], words[high] = cutlass.select_(upper, found, words[low]), cutlass.select_(upper, words[high], found)
+            words[low] = cutlass.select_(upper, found, words[low])
+            words[high] = cutlass.select_(upper, words[high], found)
     return words
 
 

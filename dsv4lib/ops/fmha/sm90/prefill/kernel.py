@@ -35,8 +35,8 @@ What limits it (computed, not measured): of a tile MMAs take 2,048 cycles, share
 read once for S: 128; V: 64, P: 8), the producer's conversions some 600 to 1,000. A pair's order hides softmax and
 conversions: P0 while S1 is computed, P1 while P0 V0 is, the next K0 while P1 V1 is.
 
-Source: DSV4 paper eq. 27; PTX ISA, "wgmma", "Matrix Descriptor Format"; the exchange of P between two warpgroups is that
-of FlashMLA's prefill on SM90.
+Source: DSV4 paper eq. 27; PTX ISA, "wgmma", "Matrix Descriptor Format". Two warpgroups that exchange P: FlashMLA's
+prefill on SM90.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
     # ---------------------------------------------------------------- device
 
     @cute.kernel
-    def kernel(
-        self, mQ: cute.Tensor, sources: KeySources, lists: KeyLists, outputs: Outputs, scale_log2: Float32
-    ):
+    def kernel(self, mQ: cute.Tensor, sources: KeySources, lists: KeyLists, outputs: Outputs, scale_log2: Float32):
         """Set-up shared by all warps, then one role each."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -140,7 +138,8 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         items = Items(None, None, None, first, mQ.shape[0], step)
-        ring = Ring(storage.keys.data_ptr().toint(), storage.valid.get_tensor(cute.make_layout((2, STAGES))), full, empty)
+        valid = storage.valid.get_tensor(cute.make_layout((2, STAGES)))
+        ring = Ring(storage.keys.data_ptr().toint(), valid, full, empty)
         pairs = storage.pairs.get_tensor(cute.make_layout(1))
         queries = Queries(storage.q.data_ptr().toint(), pairs, q_full, q_empty)
         exchange = Exchange(storage.p.data_ptr().toint(), storage.rows.data_ptr().toint())
@@ -149,7 +148,4 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
             self.produce_all(mQ, sources, lists, items, ring, queries)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            if warp < MATH_WARPS // 2:
-                self.attend_all(mQ.shape[1], items, ring, queries, exchange, outputs, scale_log2, 0)
-            else:
-                self.attend_all(mQ.shape[1], items, ring, queries, exchange, outputs, scale_log2, 1)
+            self.attend_all(mQ.shape[1], items, ring, queries, exchange, outputs, scale_log2)

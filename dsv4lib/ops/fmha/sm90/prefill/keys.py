@@ -6,7 +6,7 @@ one. So every token has an even number of tiles, two or more (`Span`); those pas
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,7 +16,7 @@ from dsv4lib.dsl import kv_entry
 from dsv4lib.dsl.kv_entry import ROW_BYTES
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
-from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, KEYS, MATH_WARPS, STAGE_BYTES, STAGES, WARPGROUP
+from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, KEYS, MATH_WARPS, STAGE_BYTES, WARPGROUP
 from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert, row
 from dsv4lib.ops.fmha.work import Items, KeyLists
 
@@ -79,7 +79,7 @@ class PrefillKeys(Keys):
         parity = Int32(1)
         q_parity = Int32(1)
         for token in cutlass.range(items.first, items.end, items.step, unroll=1):
-            cute.arch.mbarrier_wait(queries.empty, q_parity)
+            self.wait_for_room(queries, q_parity)
             q_parity = q_parity ^ 1
             self.load_queries(mQ, token, now.tiles, queries)
             for tile in cutlass.range(now.tiles, unroll=1):
@@ -141,6 +141,10 @@ class PrefillKeys(Keys):
         else:
             pool = pools[0] if self.entries != "none" else pools[1]
             kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
+
+    def wait_for_room(self, queries: Queries, parity: Int32) -> None:
+        """Wait until Q of the token before was read for the last time."""
+        cute.arch.mbarrier_wait(queries.empty, parity)
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, token: Int32, tiles: Int32, queries: Queries):
