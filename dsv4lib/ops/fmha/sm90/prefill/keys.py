@@ -6,7 +6,7 @@ one. So every token has an even number of tiles, two or more (`Span`); those pas
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,7 +18,7 @@ from dsv4lib.dsl.kv_entry import ROW_BYTES
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
 from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, KEYS, MATH_WARPS, STAGE_BYTES, WARPGROUP
-from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert
+from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert, loaded
 from dsv4lib.ops.fmha.work import Items, KeyLists, there_are
 
 
@@ -148,12 +148,6 @@ class PrefillKeys(Keys):
                     index, address = self.named(lists.window.index, token, place, window_row)
         return loaded(index, address), in_window
 
-    def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32) -> tuple[Int32, Int64]:
-        """Return (row, 0) of a range, or (-1, where a list has it)."""
-        if mIndex is None:
-            return first + place, Int64(0)
-        return Int32(-1), mIndex[token, None].iterator.toint() + Int64(place) * 4
-
     @cute.jit
     def start(
         self,
@@ -207,12 +201,6 @@ class PrefillKeys(Keys):
         head = self.head_block() * TILE_M + thread
         if thread < TILE_M and head < mQ.shape[1] and token < items.end:
             prefetch(mQ[token, head, None].iterator.toint(), HEAD_DIM * 2)
-
-
-def loaded(default: Int32, address: Int64) -> Int32:
-    """Load a word, or take ``default`` where the address is 0. Nothing writes its register later, so nothing waits."""
-    text = "{ .reg .pred p; setp.ne.s64 p, $2, 0; mov.b32 $0, $1; @p ld.global.b32 $0, [$2]; }"
-    return asm(text, [Int32], [default, address])
 
 
 def prefetch(address: Int64, size: int) -> None:
