@@ -18,7 +18,7 @@ from registers: lanes of a quad exchange words (`across_quad`), and stages are f
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -79,9 +79,6 @@ class PrefillAttend(PrefillKeys, Attend):
         group, tidx = cute.arch.make_warp_uniform(tidx // WARPGROUP), tidx % WARPGROUP
         rO = cute.make_rmem_tensor(DIMS // 2, Float32)
         softmax = Softmax(cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32))
-        row = tidx // 32 * 16 + tidx % 32 // 4
-        first = self.head_block() * TILE_M
-        sinks = self.sinks_of(outputs.sink, first + row, heads)
         parity, q_parity = Int32(0), Int32(0)
         for token in cutlass.range(items.first, items.end, items.step, unroll=1):
             cute.arch.mbarrier_wait(queries.full, q_parity)
@@ -98,17 +95,9 @@ class PrefillAttend(PrefillKeys, Attend):
                 else:
                     self.second_of_pair(ring, parity, last, queries, exchange, scale_log2, rO, softmax)
                 parity = parity ^ 1
-            self.finish_token(outputs, sinks, Place(group, row, tidx % 4, token, first), heads, rO, softmax)
-
-    @cute.jit
-    def sinks_of(self, mSink: Any, head: Int32, heads: Int32):
-        """Load the sinks of a thread's rows; without them -inf."""
-        found = cute.make_rmem_tensor(ROWS, Float32)
-        found.fill(-Float32.inf)
-        if cutlass.const_expr(self.sink):
-            for j in cutlass.range_constexpr(ROWS):
-                found[j] = mSink[cutlass.min(head + 8 * j, heads - 1)] * LOG2_E
-        return found
+            row = tidx // 32 * 16 + tidx % 32 // 4
+            place = Place(group, row, tidx % 4, token, self.head_block() * TILE_M)
+            self.finish_token(outputs, place, heads, rO, softmax)
 
     @cute.jit
     def first_of_pair(
@@ -293,24 +282,17 @@ class PrefillAttend(PrefillKeys, Attend):
             self.rescale(rO, j, acc_scale[j])
 
     @cute.jit
-    def finish_token(
-        self,
-        outputs: Outputs,
-        sinks: cute.Tensor,
-        place: Place,
-        heads: Int32,
-        rO: cute.Tensor,
-        softmax: Softmax,
-    ):
+    def finish_token(self, outputs: Outputs, place: Place, heads: Int32, rO: cute.Tensor, softmax: Softmax):
         """Normalise, rotate back and store O and LSE; zeros and -inf without keys."""
-        _, rope, mO, mLse = outputs
+        mSink, rope, mO, mLse = outputs
         for j in cutlass.range_constexpr(ROWS):
             row_max = softmax.row_max[j]
             head = place.head + place.row + 8 * j
             total = self.over_quad(softmax.row_sum[j], lambda a, b: a + b)
             denominator = total
             if cutlass.const_expr(self.sink):
-                denominator = total + cute.math.exp2(sinks[j] - row_max, fastmath=True)
+                sink = mSink[cutlass.min(head, heads - 1)]
+                denominator = total + cute.math.exp2(sink * LOG2_E - row_max, fastmath=True)
             o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
             if head < heads and place.group == 0 and place.pair == 0:
                 lse = (row_max + cute.math.log2(total)) * math.log(2.0)
