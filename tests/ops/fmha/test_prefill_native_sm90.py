@@ -11,7 +11,7 @@ from dsv4lib.ops.fmha.sm90 import launch
 from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.pages.fmha.run_case import bits
 from tests.ops.fmha.hopper import run
-from tests.ops.fmha.test_prefill_sm90 import LONG, RUNS
+from tests.ops.fmha.test_prefill_sm90 import LONG, RUNS, right
 
 NATIVE = backends.status("native", "sm_90a")
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)]
@@ -23,7 +23,7 @@ def test_numbers(name):
     few, outputs = run(options, one, native=True), set()
     for _ in range(3):
         outcome = run(options, one, PrefillFmha, native=True, ctas=ctas)
-        assert outcome.right and not outcome.guards_written, outcome.findings()
+        assert right(outcome, name) and not outcome.guards_written, outcome.findings()
         outputs.add(bits(outcome.output))
     assert outputs == {bits(few.output)}
 
