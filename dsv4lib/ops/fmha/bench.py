@@ -1,10 +1,12 @@
-"""Time `fmha` on a Hopper. Decode steps of DSV4 over 584-byte entries, window and entries by index as the model has.
+"""Time `fmha` on a Hopper. Steps of DSV4 over 584-byte entries, window and entries by index as the model has.
+
+Decode: tokens of as many requests. Prefill: neighbours of one request, which select entries of one pool.
 
 given: q bf16 [T, H, 512]; pages uint8 [P, bytes] of 64 entries, of window and of compressed entries alike; window int32
 [T, 128] and index int32 [T, K], rows of them, or None, with counts int32 [T]; sink fp32 [H]. Output: o bf16 [T, H,
 512].
 
-Bytes: an entry for every key of every token, Q and O once.
+Bytes: Q and O once, an entry for every key of every token of decode, every entry of a prefill once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dsv4lib.reference import fmha as reference
 PAGE = 64
 CONTEXT = 32768
 BOUND = 3e-3  # relative L2 of a step: P and O in bf16
+PREFILL_KINDS = {"Flash": (LayerKind.CSA,), "Pro": (LayerKind.CSA,)}
 KINDS = {"Flash": (LayerKind.SWA, LayerKind.CSA, LayerKind.HCA), "Pro": (LayerKind.CSA, LayerKind.HCA)}
 
 
@@ -49,12 +52,17 @@ def shape(config: ModelConfig, kind: LayerKind) -> Shape:
 
 
 def rows() -> list[Row]:
-    """Decode of both models at 32,768 tokens."""
-    return [
+    """Decode of both models at 32,768 tokens, and a chunk of prefill after so many."""
+    decode = [
         _row(model, shape(inputs.MODELS[model], kind), tokens)
         for model, kinds in KINDS.items()
         for kind in kinds
         for tokens in inputs.DECODE
+    ]
+    return decode + [
+        _prefill_row(model, shape(inputs.MODELS[model], kind), CONTEXT // inputs.MODELS[model].rate(kind))
+        for model, kinds in PREFILL_KINDS.items()
+        for kind in kinds
     ]
 
 
@@ -71,20 +79,51 @@ def _row(model: str, one: Shape, tokens: int) -> Row:
     )
 
 
+def _prefill_row(model: str, one: Shape, pool: int) -> Row:
+    tokens, keys = inputs.PREFILL, one.window + one.entries
+    rows = pool + one.window - 1 + tokens
+    return Row(
+        "fmha",
+        f"{model} {one.name} prefill T {tokens}",
+        bytes=rows * kv_entry.LAYOUT.entry_bytes + 4 * tokens * one.heads * kv_entry.HEAD_DIM,
+        flops=4 * tokens * keys * one.heads * kv_entry.HEAD_DIM,
+        given=lambda generator: prefill_of(one, tokens, pool, generator),
+        check=check,
+        providers=(providers.in_place("ours", new, _ours), *peers.providers(), *peers.prefill_providers()),
+    )
+
+
+def prefill_of(one: Shape, tokens: int, pool: int, generator: torch.Generator) -> Given:
+    """Make a chunk. Every token selects of ``pool`` entries; its window ends with its own row, after them."""
+    device = generator.device
+    place = torch.arange(one.window, dtype=torch.int32, device=device)
+    window = pool + torch.arange(tokens, dtype=torch.int32, device=device)[:, None] + place
+    index = torch.rand(tokens, pool, generator=generator, device=device).topk(one.entries).indices.int()
+    return _given(one, pool + one.window - 1 + tokens, window, index, generator)
+
+
 def given_of(one: Shape, tokens: int, generator: torch.Generator) -> Given:
     """Make a step: every token reads rows of its own, in any order."""
-    device, keys = generator.device, one.window + one.entries
-    count = -(-max(4096, 2 * tokens * keys) // PAGE)
+    keys = one.window + one.entries
+    rows = max(4096, 2 * tokens * keys)
+    rows = -(-rows // PAGE) * PAGE
+    picks = torch.randperm(rows, generator=generator, device=generator.device)[: tokens * keys].int().view(tokens, keys)
+    index = picks[:, one.window :].contiguous() if one.entries else None
+    return _given(one, rows, picks[:, : one.window].contiguous(), index, generator)
+
+
+def _given(one: Shape, rows: int, window: Tensor, index: Tensor | None, generator: torch.Generator) -> Given:
+    """Make pages of so many entries, and Q."""
+    device, tokens, count = generator.device, len(window), -(-rows // PAGE)
     kv = torch.randn(count * PAGE, kv_entry.HEAD_DIM, generator=generator, device=device).bfloat16()
     pages = kv_entry.LAYOUT.allocate(count, PAGE).to(device)
     kv_entry.append(pages, PAGE, torch.arange(count * PAGE, device=device), kv)
-    picks = torch.randperm(count * PAGE, generator=generator, device=device)[: tokens * keys].int().view(tokens, keys)
     return {
         "q": torch.randn(tokens, one.heads, kv_entry.HEAD_DIM, generator=generator, device=device).bfloat16(),
         "pages": pages,
-        "window": picks[:, : one.window].contiguous(),
+        "window": window,
         "window_count": torch.full((tokens,), one.window, dtype=torch.int32, device=device),
-        "index": picks[:, one.window :].contiguous() if one.entries else None,
+        "index": index,
         "count": torch.full((tokens,), one.entries, dtype=torch.int32, device=device),
         "sink": torch.randn(one.heads, generator=generator, device=device),
     }

@@ -1,9 +1,9 @@
 """Time `moe_gemm` on a Hopper. It is gate/up with SwiGLU and requantisation, and down, of all experts of a layer.
 
 given: w uint8, MXFP4 weights as `sm90.layout.tile_weights` makes them, [E, N / 64, K / step, bytes], random bits; x and
-x_scales: tokens in the order of the experts, MXFP8 (uint8 [R, K], swizzled scales), or bf16 [R, K] and None; counts,
-offsets int32 [E], routing fp32 [R] (gate/up alone); mode, expected. Every token goes to k random experts. Outputs: h
-uint8 [R, N / 2] and h_scales (W4A16: h bf16), or y bf16 [R, N].
+x_scales: tokens in the order of the experts, MXFP8 (uint8 [R, K], swizzled scales; in mode "w4a8_row" alike in 128 of
+K), or bf16 [R, K] and None; counts, offsets int32 [E], routing fp32 [R] (gate/up alone); mode, expected. Every token
+goes to k random experts. Outputs: h uint8 [R, N / 2] and h_scales (W4A16: h bf16), or y bf16 [R, N].
 
 Bytes: packed weights of as many experts as random routing is expected to reach, tokens in, results out.
 """
@@ -21,14 +21,24 @@ from dsv4lib.bench.ops.case import Given, Row
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_dispatch.size import max_rows
 from dsv4lib.ops.moe_gemm import op
-from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, FORMS, TILE_M, step_of, tile_bytes, tiled_shape, untile_weights
+from dsv4lib.ops.moe_gemm.sm90.layout import (
+    BLOCK,
+    CHUNK_K,
+    FORMS,
+    TILE_M,
+    step_of,
+    tile_bytes,
+    tiled_shape,
+    untile_weights,
+)
 from dsv4lib.reference import moe_dispatch as routes_of
 from dsv4lib.reference.moe_gemm import swiglu
 
 EXPONENTS = 118, 124  # E8M0 bytes of weights: 2^-9 to 2^-4
 LIMIT = 10.0
 CHECKED = 24  # rows: of few experts, whose weights are decoded to fp64
-OUTPUTS = {"w4a8": "mxfp8", "w4a16": "bf16"}  # of gate/up: what down reads
+OUTPUTS = {"w4a8": "mxfp8", "w4a16": "bf16", "w4a8_row": "mxfp8"}  # of gate/up: what down reads
+DECODED = "w4a8", "w4a16"  # modes of decode; "w4a8_row" is for many tokens
 
 
 class Gemm(NamedTuple):
@@ -48,7 +58,7 @@ def rows() -> list[Row]:
     for model, config in inputs.MODELS.items():
         d, width, common = config.hidden, config.expert_width, (config.n_experts, config.experts_per_token)
         for gemm in (Gemm(model, "gate/up", *common, 2 * width, d), Gemm(model, "down", *common, d, width)):
-            for mode in OUTPUTS if model == "Flash" else ("w4a8",):
+            for mode in DECODED if model == "Flash" else ("w4a8",):
                 found += [_row(gemm, mode, tokens) for tokens in inputs.DECODE]
             found += [_row(gemm, mode, inputs.PREFILL) for mode in OUTPUTS]
     return found
@@ -56,7 +66,7 @@ def rows() -> list[Row]:
 
 def _bf16(mode: str, tokens: int) -> bool:
     """Tell whether tokens stay bf16: a chunk of prefill does, as mode "mxfp4_mixed" of `layers.experts` has it."""
-    return mode == "w4a16" or tokens == inputs.PREFILL
+    return mode == "w4a16" or (mode == "w4a8" and tokens == inputs.PREFILL)
 
 
 def _row(gemm: Gemm, mode: str, tokens: int) -> Row:
@@ -102,12 +112,16 @@ def _operands(gemm: Gemm, mode: str, tokens: int, generator: torch.Generator) ->
     size = (*shape, end - start)
     w[..., start:end] = torch.randint(low, high, size, generator=generator, device=device, dtype=torch.uint8)
     w[..., end:] = 0
+    if mode == "w4a8_row":
+        w[..., end:] = w[..., start:end].unflatten(-1, (TILE_M, -1)).amax((2, 4))[:, :, None]
     x = inputs.normals(generator, tokens, gemm.k)
     order = torch.arange(max_rows(tokens, gemm.k_experts, gemm.experts), device=device) % tokens
     if _bf16(mode, tokens):
         return {"mode": mode, "w": w, "x": x[order], "x_scales": None}
-    q = fp8_block.quantize_activation(x, BLOCK)
-    return {"mode": mode, "w": w, "x": q.codes[order], "x_scales": scale_swizzle.swizzle(q.scales[order])}
+    block = CHUNK_K if mode == "w4a8_row" else BLOCK
+    q = fp8_block.quantize_activation(x, block)
+    scales = q.scales.repeat_interleave(block // BLOCK, -1)[order]
+    return {"mode": mode, "w": w, "x": q.codes[order], "x_scales": scale_swizzle.swizzle(scales)}
 
 
 def _new(given: Given) -> dict[str, Tensor]:

@@ -77,8 +77,8 @@ def moe_gemm(
             `sm90.tile_weights` makes of such weights in MXFP4, without scales.
         offsets: int32 [E], first row of each group, a multiple of 128, of 8 where w is tiled.
         counts: int32 [E], its rows, 0 or more.
-        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a16" (bf16 x), or "w4a8", whose x is
-            MXFP8, or bf16 without scales (`sm90.op`).
+        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a16" (bf16 x), "w4a8", whose x is
+            MXFP8, or bf16 without scales, or "w4a8_row" (`sm90.op`).
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
         routing: fp32 [R], with ``swiglu``: weight of each row.
         out_format: "bf16", "fp32", or with ``swiglu`` "nvfp4" or "mxfp8".

@@ -102,12 +102,14 @@ def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> T
     return (values.unflatten(-1, (-1, m.block)) * factors[..., None]).flatten(-2)
 
 
-def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def finished(
+    y: Tensor, call: Any, e: int, routing: Tensor | None = None, block: int = 32
+) -> tuple[Tensor, Tensor | None]:
     """Finish the fp64 sums y of group e: codes, and scales where the output has any.
 
     Args:
         call: of `moe_gemm` or of `dsv4lib.ops.linear`: its factors and its output's format.
-        routing: weights of the rows.
+        routing: weights of the rows. block: features that share a scale of "mxfp8", 32, or 128: it comes four times.
     """
     if call.swiglu:
         gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
@@ -122,6 +124,6 @@ def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tup
         q = nvfp4.quantize(y, call.out_global[e])
         return q.packed, q.scales
     if call.out_format == "mxfp8":
-        q = fp8_block.quantize_activation(y, 32)
-        return q.codes, q.scales
+        q = fp8_block.quantize_activation(y, block)
+        return q.codes, q.scales.repeat_interleave(block // 32, -1)[:, : -(-y.shape[1] // 32)]
     return y.to(call.out.dtype), None

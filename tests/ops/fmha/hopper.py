@@ -10,6 +10,7 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.ops.fmha.inputs import Case, guards_written
 from dsv4lib.ops.fmha.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
+from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.ops.fmha.work import KeyRows
 from dsv4lib.pages.fmha.run_case import Native, judge, oracle, score_size
 from tests.budget import built
@@ -18,10 +19,10 @@ ARCH = "sm_90a"
 PLAIN = {"entries": "index", "window": True, "window_index": False, "sink": True}
 
 
-def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False, splits: int = 1, **device):
+def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False, splits: int = 1, ctas: int = 1, **gpu):
     """An `Outcome`; of several splits what they add up to is judged."""
     options = PLAIN | options
-    if kind is DecodeFmha:
+    if kind in (DecodeFmha, PrefillFmha):
         made = kernel, code = built(kind, fake_args, ARCH, **options)
     else:
         kernel = kind(**options)
@@ -41,15 +42,15 @@ def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False,
         window = KeyRows(there.span_pages, *place, there.window_count)
     sink = there.sink if kernel.sink else None
     rope = (there.cos, there.sin) if kernel.inverse_rope else None
-    args = launch_args(kernel, there.q, entries, window, sink, rope, o, lse, one.scale, splits)
-    gpu, error = Native(), None
+    args = launch_args(kernel, there.q, entries, window, sink, rope, o, lse, one.scale, splits, ctas=ctas)
+    device, error = Native(), None
     if native:
         backends.launch("native", code.function, *args)
         torch.cuda.synchronize()
     else:
-        gpu = make(ARCH, **{"checks": "race", **device})
+        device = make(ARCH, **{"checks": "race", **gpu})
         try:
-            launch(code, *args, gpu=gpu)
+            launch(code, *args, gpu=device)
         except EmulatorError as caught:
             error = caught
     ends = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
@@ -58,7 +59,7 @@ def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False,
         o, lse = o.cpu(), lse.cpu()
         weights = torch.softmax(lse.double().nan_to_num(neginf=-1e30), 0)[..., None]
         whole = (o.double() * weights).sum(0).to(one.q.dtype), torch.logsumexp(lse.double(), 0).float()
-        return judge(made, gpu, error, whole, peer, truth, (one,), score_size(one))
-    outcome = judge(made, gpu, error, (o, lse), peer, truth, (one,), score_size(one))
+        return judge(made, device, error, whole, peer, truth, (one,), score_size(one))
+    outcome = judge(made, device, error, (o, lse), peer, truth, (one,), score_size(one))
     outcome.guards_written = guards_written(o, lse)
     return outcome

@@ -15,6 +15,7 @@ from dsv4lib.formats import e4m3, fp8_block, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_gemm.inputs import SENTINEL, Case, outputs
 from dsv4lib.ops.moe_gemm.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+from dsv4lib.ops.moe_gemm.sm90.wide.e4m3 import WideE4m3MoeGemm
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 from dsv4lib.reference.moe_gemm import swiglu
 from tests.budget import built
@@ -58,7 +59,7 @@ class Outcome:
 
 def run(options: dict, made: Case, kind: type = TiledMoeGemm, grid: int = 2, native: bool = False, **device) -> Outcome:
     """Run a kernel (or a variant) on a case, whose outputs are written anew."""
-    if kind in (TiledMoeGemm, WideMoeGemm):
+    if kind in (TiledMoeGemm, WideMoeGemm, WideE4m3MoeGemm):
         kernel, code = built(kind, fake_args, "sm_90a", **options)
     else:
         kernel = kind(**options)
@@ -83,7 +84,7 @@ def run(options: dict, made: Case, kind: type = TiledMoeGemm, grid: int = 2, nat
     found.stray = int((call.out.view(torch.uint8)[free] != SENTINEL).sum())
     truth = expected(kernel, made)
     if kernel.quantised:
-        found.codes, found.scales = wrong_codes(made, truth)
+        found.codes, found.scales = wrong_codes(made, truth, 128 if isinstance(kernel, WideE4m3MoeGemm) else 32)
     else:
         size = truth.square().mean(1).sqrt().clamp(min=1e-30)
         off = (call.out[rows].double() - truth).square().mean(1).sqrt() / size
@@ -108,13 +109,13 @@ def expected(kernel: TiledMoeGemm, made: Case) -> torch.Tensor:
     return torch.cat(found)
 
 
-def wrong_codes(made: Case, truth: torch.Tensor) -> tuple[float, float]:
-    """Shares of MXFP8 codes that are off by more than rounding, and of scales that are not those of the fp64 result."""
+def wrong_codes(made: Case, truth: torch.Tensor, block: int) -> tuple[float, float]:
+    """Shares of codes that are off by more than rounding, and of scales that are not those of the fp64 result."""
     rows, columns = made.rows(), truth.shape[1] // 32
     scales = scale_swizzle.unswizzle(made.call.out_scales, len(made.x), columns)[rows]
     factors = ue8m0.decode(scales, torch.float64).repeat_interleave(32, -1)
     off = (e4m3.decode(made.call.out[rows], torch.float64) * factors - truth).abs()
     size = truth.square().mean(1, keepdim=True).sqrt()
     allowed = 2.0**-4 * truth.abs() + 2.0**-10 * factors + SLACK * size  # half a step of E4M3, or of its subnormals
-    wanted = fp8_block.quantize_activation(truth, 32).scales
+    wanted = fp8_block.quantize_activation(truth, block).scales.repeat_interleave(block // 32, -1)[:, :columns]
     return float((~(off <= allowed)).double().mean()), float((scales != wanted).double().mean())

@@ -9,6 +9,7 @@ from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm, new_output
 from dsv4lib.ops.moe_gemm.sm90.inputs import case
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import tile_weights
+from dsv4lib.ops.moe_gemm.sm90.wide.e4m3 import WideE4m3MoeGemm
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 from tests.ops.moe_gemm.hopper import run
 
@@ -41,12 +42,19 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [*((TiledMoeGemm, name) for name in RUNS), *((WideMoeGemm, name) for name in WIDE)]
-)
+E4M3 = {
+    "128 tokens": ({"out": "fp32"}, [128, 80, 81, 0, 104, 300], 1024, 7168),
+    "64 tokens": ({"tile_n": 64, "out": "fp32", "step_k": 256}, [64, 0, 31, 49, 1], 320, 1280),
+    "swiglu": ({**L1}, [100, 3, 129], 1024, 4096),
+    "to mxfp8": ({**L1, "out": "mxfp8"}, [100, 3, 129], 576, 2048),
+}
+ALL = {TiledMoeGemm: RUNS, WideMoeGemm: WIDE, WideE4m3MoeGemm: E4M3}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, runs in ALL.items() for name in runs])
 def test_numbers(kind, name):
     """Against fp64, on all SMs and on few; three launches in a row give the same bits."""
-    options, *sizes = (RUNS if kind is TiledMoeGemm else WIDE)[name]
+    options, *sizes = ALL[kind][name]
     made = case(kind(**options), *sizes)
     outputs = set()
     for grid in (132, 7, 132):

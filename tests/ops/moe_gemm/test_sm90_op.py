@@ -19,7 +19,7 @@ from dsv4lib.ops.moe_gemm.sm90.layout import tile_weights
 from dsv4lib.ops.quantize.op import quantize
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP = 5, 384, 128, 7, 2
-MODES = "w4a8", "w4a16"
+MODES = "w4a8", "w4a16", "w4a8_row"
 
 
 def weights(rows, k, mode, seed):
@@ -41,15 +41,16 @@ def layer(mode, backend, expected=3):
     """(rows of h, rows of y) of the tokens' rows, as numbers."""
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = routes()
-    fp8 = mode == "w4a8" and not op.many(expected)
+    fp8 = mode == "w4a8_row" or (mode == "w4a8" and not op.many(expected))
     if fp8:
-        q = quantize(x, "mxfp8", rows=found.rows, swizzled=True, backend="emulator")
+        recipe = "fp8" if mode == "w4a8_row" and op.many(expected) else "mxfp8"
+        q = quantize(x, recipe, rows=found.rows, swizzled=True, backend="emulator")
         given = Operand(q.codes, q.scales)
     else:
         given = Operand(x[found.rows.clamp(min=0).long()])
     groups = found.offsets[:-1], found.counts
     ones = torch.linspace(0.5, 1.5, EXPERTS)
-    common = {"mode": mode, "expected": expected, "groups_ready": mode == "w4a8", "backend": backend}
+    common = {"mode": mode, "expected": expected, "groups_ready": mode != "w4a16", "backend": backend}
     first = {"alpha": ones, "alpha_up": ones.flip(0), "routing": found.row_weight, "swiglu": True}
     h = moe_gemm(
         given,
@@ -149,6 +150,20 @@ def test_what_is_refused(name, changes):
     assert caught.value.name == name
 
 
+def test_scales_of_many_tokens_are_alike_in_128_of_k():
+    """Few may have MXFP8's."""
+    x, scales = torch.zeros(256, 128, dtype=torch.uint8), torch.full((1024,), 127, dtype=torch.uint8)
+    scales[17] = 126  # row 1, second block
+    given = {"x": Operand(x, scales), "mode": "w4a8_row", "w": Operand(torch.zeros(2, 1, 1, 4416).byte())}
+    assert call(**given, expected=4).codes.shape == (256, 64)
+    with pytest.raises(ArgumentError) as caught:
+        call(**given, expected=40)
+    assert caught.value.name == "x.scales"
+    with pytest.raises(ArgumentError) as caught:
+        call(**{**given, "x": Operand(torch.zeros(256, 128).bfloat16())})
+    assert caught.value.name == "x"
+
+
 def test_untiled_weights_have_no_such_mode():
     with pytest.raises(ArgumentError, match="nvfp4, w4a8, mxfp8, bf16"):
         call(w=Operand(torch.zeros(2, 64, 64, dtype=torch.uint8)), mode="w4a16")
@@ -156,6 +171,7 @@ def test_untiled_weights_have_no_such_mode():
 
 def test_tokens_choose_a_tile():
     assert [op.tile_of(n, "w4a8", False) for n in (0, 1, 4, 5, 8, 9, 1000)] == [8, 8, 8, 16, 16, 32, 32]
+    assert [op.tile_of(n, "w4a8_row", False) for n in (1, 20, 21, 33, 1000)] == [8, 32, 64, 64, 128]
 
 
 def test_torch_sees_what_is_written():

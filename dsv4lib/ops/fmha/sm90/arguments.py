@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import torch
+from cutlass import Int32
 
 from dsv4lib.ops.fmha import arguments
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
+from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.ops.fmha.work import KeyRows
 
 
-def fake_args(kernel: DecodeFmha) -> tuple:
+def fake_args(kernel: DecodeFmha | PrefillFmha) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     q, entries, window, _, *rest, scale, splits, _, _, stream = arguments.fake_args(kernel)
-    return q, entries, window, *rest, scale, splits, stream
+    last = Int32(1) if isinstance(kernel, PrefillFmha) else splits
+    return q, entries, window, *rest, scale, last, stream
 
 
 def launch_args(
-    kernel: DecodeFmha,
+    kernel: DecodeFmha | PrefillFmha,
     q: torch.Tensor,
     entries: KeyRows | None,
     window: KeyRows | None,
@@ -27,12 +30,16 @@ def launch_args(
     scale: float,
     splits: int = 1,
     stream: int = 0,
+    ctas: int = 1,
 ) -> tuple:
-    """Make arguments of `DecodeFmha` of torch tensors. As `ops.fmha.arguments.launch_args`.
+    """Make arguments of either kernel of torch tensors. As `ops.fmha.arguments.launch_args`.
+
+    Args:
+        ctas: of a block of 64 heads of `PrefillFmha`, 1 or more; each takes token after token.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
     given = arguments.launch_args(kernel, q, entries, window, sink, rope, o, lse, scale, splits, stream)
     q, entries, window, _, *rest, scale, splits, _, _, stream = given
-    return q, entries, window, *rest, scale, splits, stream
+    return q, entries, window, *rest, scale, Int32(ctas) if isinstance(kernel, PrefillFmha) else splits, stream

@@ -75,7 +75,7 @@ class Attend(Keys):
             rS = cute.make_rmem_tensor(TILE_N // 2, Float32)
             for i in cutlass.range_constexpr(TILE_N // 2):
                 rS[i] = s[i]
-            self.weigh(ring.valid, stage, place.pair, scale_log2, rS, rO, row_max, row_sum)
+            self.weigh(ring.valid, stage, scale_log2, rS, rO, row_max, row_sum)
             self.multiply_values(rS, keys + place.group * (DIMS // CHUNK * CHUNK_BYTES), rO)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -115,7 +115,6 @@ class Attend(Keys):
         self,
         valid: cute.Tensor,
         stage: Int32,
-        pair: Int32,
         scale_log2: Float32,
         rS: cute.Tensor,
         rO: cute.Tensor,
@@ -126,14 +125,32 @@ class Attend(Keys):
 
         P = exp2(scale_log2 * S - row_max); O, row_sum *= exp2(old row_max - row_max).
         """
+        self.mask(valid, stage, rS)
+        new_max = self.new_maxima(scale_log2, rS, row_max)
+        if cute.arch.vote_any_sync((new_max[0] != row_max[0]) | (new_max[1] != row_max[1])):
+            for j in cutlass.range_constexpr(ROWS):
+                acc_scale = Float32(1.0)
+                if new_max[j] != row_max[j]:
+                    acc_scale = cute.math.exp2(row_max[j] - new_max[j], fastmath=True)
+                row_sum[j] = row_sum[j] * acc_scale
+                self.rescale(rO, j, acc_scale)
+                row_max[j] = new_max[j]
+        self.exponentiate(scale_log2, rS, row_max, row_sum)
+
+    @cute.jit
+    def mask(self, valid: cute.Tensor, stage: Int32, rS: cute.Tensor):
+        """Give keys that are not there a score of -inf."""
         words = valid[0, stage], valid[1, stage]
         if words[0] != -1 or words[1] != -1:
-            own = [word >> (2 * pair) for word in words]  # bit 8 i + l: key 8 i + 2 t + l of half a tile
-            for c in cutlass.range_constexpr(TILE_N // 2):
+            own = [word >> (2 * (cute.arch.lane_idx() % 4)) for word in words]
+            for c in cutlass.range_constexpr(TILE_N // 2):  # bit 8 i + l: key 8 i + 2 t + l of half a tile
                 bit = own[c // 16] >> (8 * (c // 4 % 4) + c % 2)
                 rS[c] = cutlass.select_(bit & 1 == 1, rS[c], -Float32.inf)
+
+    @cute.jit
+    def new_maxima(self, scale_log2: Float32, rS: cute.Tensor, row_max: cute.Tensor):
+        """Return what row_max becomes: the maximum of a row where it grew by more than 2^4."""
         new_max = cute.make_rmem_tensor(ROWS, Float32)
-        changed = cutlass.Boolean(False)
         for j in cutlass.range_constexpr(ROWS):
             tile_max = rS[2 * j]
             for c in columns_of(j, TILE_N):
@@ -142,16 +159,11 @@ class Attend(Keys):
             new_max[j] = row_max[j]
             if tile_max > row_max[j] + RESCALE_LOG2:
                 new_max[j] = tile_max
-            changed = changed | (new_max[j] != row_max[j])
-        if cute.arch.vote_any_sync(changed):
-            for j in cutlass.range_constexpr(ROWS):
-                acc_scale = Float32(1.0)
-                if new_max[j] != row_max[j]:
-                    acc_scale = cute.math.exp2(row_max[j] - new_max[j], fastmath=True)
-                row_sum[j] = row_sum[j] * acc_scale
-                self.rescale(rO, j, acc_scale)
-                row_max[j] = new_max[j]
-        for j in cutlass.range_constexpr(ROWS):
+        return new_max
+
+    def exponentiate(self, scale_log2: Float32, rS: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor) -> None:
+        """P = exp2(scale_log2 * S - row_max), added to row_sum."""
+        for j in range(ROWS):
             shift = cutlass.select_(row_max[j] > -Float32.inf, row_max[j], Float32(0.0))
             total = Float32(0.0)
             for c in columns_of(j, TILE_N):

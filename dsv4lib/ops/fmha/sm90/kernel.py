@@ -21,8 +21,8 @@ Pipeline   producer -> math, 2 stages
     full     an arrival a producer thread; math threads then fence the proxies
     empty    an arrival a math warp, after its P V
 
-Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 200 a
-math thread (128 of O, 32 of S) and 104 a producer thread (72 of raw entries).
+Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 192 a
+math thread (128 of O, 32 of S) and 120 a producer thread (72 of raw entries).
 
 A grid of tokens x blocks of 64 heads x splits of the keys, which `ops.fmha.combine` adds up. Tiles and splits are those
 of `ops.fmha.work`. Launches overlap: a CTA makes its barriers, then waits for the kernel before.

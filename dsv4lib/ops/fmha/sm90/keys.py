@@ -2,7 +2,13 @@
 
 A warp has 16 keys of a tile, in two batches of 8 (`dsl.kv_entry`: 4 lanes an entry). A batch lives in registers from
 its loads to its conversion, so the loads of tile j + 1 are under way while its stage is waited for. Hopper has no
-conversion that scales; two values of E4M3 become f16, then bf16, both exact, and are multiplied by 2^e in bf16.
+conversion that scales, and one to bf16 takes three steps. So the bits of a code are moved to where bf16 has them:
+
+    E4M3  s eeee mmm    ->    bf16  s 0000eeee mmm0000    is 2^-120 as large, also where it is subnormal
+
+and a multiplication by 2^(e + 120) in bf16 makes the value, rounded once. Scales above 2^7, which no number below
+57,344 needs, have no such factor: what 2^7 made, exactly, is multiplied by the rest in shared memory, NaN included. A
+code of NaN beside another scale, which `formats.kv_entry` does not write, counts as 480.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from dsv4lib.ops.fmha.sm90.config import KEYS, MATH_WARPS, STAGE_BYTES, STAGES, 
 from dsv4lib.ops.fmha.work import KeyLists, KeyRows, Work
 
 BATCHES = KEYS // kv_entry.ENTRIES_AT_ONCE
+LARGEST = 134  # byte of a scale whose 2^(e + 120) is a number of bf16
 
 
 class KeySources(NamedTuple):
@@ -148,31 +155,58 @@ def row(mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
 
 
 @dsl_user_op
-def _power(scales: Int32, byte: int, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Two bf16 of 2^(e - 127), e a byte of a word; 255 is NaN, 0 is 2^-127."""
-    text = f"""{{ .reg .b32 e; .reg .pred low, high;
+def _factor(scales: Int32, byte: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two bf16 of 2^(e - 127 + 120), e a byte of a word, or 134 if that is less."""
+    text = f"""{{ .reg .b32 e;
         bfe.u32 e, {{$r0}}, {8 * byte}, 8;
-        setp.eq.u32 low, e, 0; setp.eq.u32 high, e, 255;
-        shl.b32 e, e, 7;
-        @low mov.b32 e, 0x40; @high mov.b32 e, 0x7FC0;
-        prmt.b32 {{$w0}}, e, 0, 0x1010; }}"""
+        min.u32 e, e, {LARGEST};
+        mad.lo.u32 {{$w0}}, e, 0x800080, 0x3C003C00; }}"""
     return cute.arch.inline_ptx(text, read_only_args=[scales], write_only_types=[Int32], loc=loc, ip=ip)
 
 
 @dsl_user_op
+def _large(first: Int32, second: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Not 0 where one of 7 scale bytes is above 134."""
+    text = """{ .reg .b32 x, y;
+        and.b32 x, {$r0}, 0x7F7F7F7F; add.u32 x, x, 0x79797979; and.b32 x, x, {$r0}; and.b32 x, x, 0x80808080;
+        and.b32 y, {$r1}, 0x7F7F7F; add.u32 y, y, 0x797979; and.b32 y, y, {$r1}; and.b32 y, y, 0x808080;
+        or.b32 {$w0}, x, y; }"""
+    return cute.arch.inline_ptx(text, read_only_args=[first, second], write_only_types=[Int32], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def _convert_group(
-    group: int, low: Int64, high: Int64, power: Int32, smem: Int32, second: Int32, *, loc: Any = None, ip: Any = None
+    group: int, low: Int64, high: Int64, factor: Int32, smem: Int32, second: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:
-    lines = ["{ .reg .b16 a<8>, x, y; .reg .b32 d<8>, h; .reg .f32 f, g;"]
-    lines += ["mov.b64 {a0, a1, a2, a3}, {$r0};", "mov.b64 {a4, a5, a6, a7}, {$r1};"]
-    for j in range(8):
-        lines += [f"cvt.rn.f16x2.e4m3x2 h, a{j};", "mov.b32 {x, y}, h;", "cvt.f32.f16 f, x;", "cvt.f32.f16 g, y;"]
-        lines += [f"cvt.rn.bf16x2.f32 d{j}, g, f;", f"mul.rn.bf16x2 d{j}, d{j}, {{$r2}};"]
+    lines = ["{ .reg .b32 d<8>, w<4>, u;", "mov.b64 {w0, w1}, {$r0};", "mov.b64 {w2, w3}, {$r1};"]
+    for j in range(8):  # of bytes 2 j and 2 j + 1 the sign to bit 15, the rest to bits 4 - 10
+        lines += [
+            f"prmt.b32 d{j}, w{j // 2}, 0, {0x4342 if j % 2 else 0x4140:#x};",
+            f"and.b32 u, d{j}, 0x800080;",
+            "mul.lo.u32 u, u, 240;",
+            f"mad.lo.u32 d{j}, d{j}, 16, u;",
+            f"mul.rn.bf16x2 d{j}, d{j}, {{$r2}};",
+        ]
     at = group * CHUNK_BYTES
     lines += [f"st.shared.v4.b32 [{{$r3}} + {at}], {{d0, d1, d2, d3}};"]
     lines += [f"st.shared.v4.b32 [{{$r4}} + {at}], {{d4, d5, d6, d7}};", "}"]
-    args = [low, high, power, smem, second]
+    args = [low, high, factor, smem, second]
     cute.arch.inline_ptx("\n".join(lines), read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _enlarge(at: Int32, scales: Int32, group: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Multiply 8 values in shared memory by 2^(e - 134), e the byte of a group of 4: by 1 if less, by NaN for 255."""
+    text = f"""{{ .reg .b32 e, f, d<4>; .reg .pred nan;
+        shl.b32 e, {{$r2}}, 3; shr.u32 e, {{$r1}}, e; and.b32 e, e, 255;
+        setp.eq.u32 nan, e, 255;
+        max.u32 e, e, {LARGEST};
+        mad.lo.u32 f, e, 0x800080, {-(LARGEST - 127) * 0x800080};
+        @nan mov.b32 f, 0x7FC07FC0;
+        ld.shared.v4.b32 {{d0, d1, d2, d3}}, [{{$r0}}];
+        mul.rn.bf16x2 d0, d0, f; mul.rn.bf16x2 d1, d1, f; mul.rn.bf16x2 d2, d2, f; mul.rn.bf16x2 d3, d3, f;
+        st.shared.v4.b32 [{{$r0}}], {{d0, d1, d2, d3}}; }}"""
+    cute.arch.inline_ptx(text, read_only_args=[at, scales, group], loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -192,8 +226,13 @@ def convert(index: Int32, raw: cute.Tensor, scales: cute.Tensor, smem: Int32):
     second = smem ^ 16
     if index >= 0:
         for group in cutlass.range_constexpr(GROUPS):
-            power = _power(scales[group // 4], group % 4)
-            _convert_group(group, raw[2 * group], raw[2 * group + 1], power, smem, second)
+            factor = _factor(scales[group // 4], group % 4)
+            _convert_group(group, raw[2 * group], raw[2 * group + 1], factor, smem, second)
+        if _large(scales[0], scales[1]) != 0:
+            for group in cutlass.range(GROUPS, unroll=1):
+                word = cutlass.select_(group < 4, scales[0], scales[1])
+                _enlarge(smem + group * CHUNK_BYTES, word, group & 3)
+                _enlarge(second + group * CHUNK_BYTES, word, group & 3)
         rope = 2 * GROUPS
         _store16(smem, GROUPS * CHUNK_BYTES, raw[rope], raw[rope + 1])
         _store16(second, GROUPS * CHUNK_BYTES, raw[rope + 2], raw[rope + 3])

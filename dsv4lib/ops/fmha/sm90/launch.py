@@ -1,7 +1,8 @@
-"""Run `fmha` on a Hopper: decode steps over 584-byte entries.
+"""Run `fmha` on a Hopper: over 584-byte entries.
 
-`fmha` has the arguments. What this kernel does not have is refused by name: keys that are no `Fp8Pages`, D other than
-512, fp16, ``groups``, outputs that are not normalised.
+`fmha` has the arguments. One kernel is for few tokens, whose keys may be split, and one for more than fill the GPU
+(`many`). Unsplit, both give the same bits. What they do not have is refused by name: keys that are no `Fp8Pages`, D
+other than 512, fp16, ``groups``, outputs that are not normalised.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dsv4lib.ops.fmha.config import TILE_M, count_tiles
 from dsv4lib.ops.fmha.sm90 import arguments
 from dsv4lib.ops.fmha.sm90.config import HEAD_DIM
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
+from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.ops.fmha.work import KeyRows
 
 ARCHS = ("sm_90a",)
@@ -36,8 +38,13 @@ def choose_splits(tokens: int, heads: int, most: int, window_most: int, sms: int
     return split_choice.choose(tokens * blocks, count_tiles(most, window_most), sms, tile=TILE).keys
 
 
+def many(tokens: int, heads: int, splits: int, sms: int) -> bool:
+    """Tell whether a call is `PrefillFmha`'s: unsplit, and more blocks of 64 heads than SMs."""
+    return splits == 1 and tokens * -(-heads // TILE_M) > sms
+
+
 def check(call: Any) -> None:
-    """Refuse what the kernel does not have.
+    """Refuse what the kernels do not have.
 
     Raises:
         ArgumentError: see the module.
@@ -86,9 +93,13 @@ def launch(name: str, call: Any, partial: Any) -> None:
         keys.append(None if one is None else KeyRows((one.pool, one.page), index, one.first, one.count))
     settings = settings_of(call)
 
+    kind, ctas = DecodeFmha, 1
+    if many(tokens, heads, splits, sms):
+        kind, ctas = PrefillFmha, max(1, sms // -(-heads // TILE_M))
+
     def attend(options: dict[str, Any], sink: Tensor | None, rope: Any, o: Tensor, lse: Tensor) -> None:
-        kernel, code = _code(name, DecodeFmha, options, arguments.fake_args)
-        given = arguments.launch_args(kernel, call.q, *keys, sink, rope, o, lse, call.scale, splits, stream)
+        kernel, code = _code(name, kind, options, arguments.fake_args)
+        given = arguments.launch_args(kernel, call.q, *keys, sink, rope, o, lse, call.scale, splits, stream, ctas)
         launching.enqueue(name, code, given)
 
     if splits == 1:
@@ -110,7 +121,8 @@ def needed(options: dict[str, Any]) -> list[tuple]:
     defaults = {"entries": "index", "window": True, "window_index": False, "sink": True, "inverse_rope": False}
     settings = {name: options.get(name, value) for name, value in defaults.items()}
     of_split, ends = parts(settings)
-    kernels = [(DecodeFmha, one, arguments.fake_args) for one in (settings, of_split)]
+    chosen = (DecodeFmha, settings), (PrefillFmha, settings), (DecodeFmha, of_split)
+    kernels = [(*one, arguments.fake_args) for one in chosen]
     return kernels + [(Combine, {**ends, "at_once": n}, both.fake_args) for n in AT_ONCE]
 
 

@@ -8,9 +8,13 @@ from dsv4lib.ops.moe_gemm.config import MODES as BLACKWELL
 from dsv4lib.ops.moe_gemm.config import PLAIN, Mode
 from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, FORMS, STEPS_K, TILE_M, tile_bytes
 
-MODES = {"w4a8": BLACKWELL["w4a8"], "w4a16": Mode("wgmma bf16", 5, 0, 4, 16, 16, 0)}  # block: of the activations
+MODES = {  # block: of the activations
+    "w4a8": BLACKWELL["w4a8"],
+    "w4a8_row": BLACKWELL["w4a8"],
+    "w4a16": Mode("wgmma bf16", 5, 0, 4, 16, 16, 0),
+}
 OUTPUTS = (*PLAIN, "mxfp8")
-TILES_N = {"w4a8": (8, 16, 32), "w4a16": (8, 16)}  # tokens of a tile = N of the wgmma: what registers hold
+TILES_N = {"w4a8": (8, 16, 32), "w4a8_row": (8, 16, 32), "w4a16": (8, 16)}  # tokens of a tile: what registers hold
 ROW_STEP = 8  # a tile starts at a multiple: the swizzle repeats after 8 rows
 CONSUMERS = 4  # warpgroups that take stages round robin
 CONSUMER_THREADS = 128 * CONSUMERS
@@ -32,7 +36,7 @@ class Config:
     """Options of a kernel and what follows from them.
 
     Args:
-        mode: "w4a8" (MXFP4 weights, MXFP8 activations) or "w4a16" (MXFP4 weights, bf16 activations).
+        mode: "w4a8", "w4a8_row" (MXFP4 weights, MXFP8 activations) or "w4a16" (MXFP4 weights, bf16 activations).
         tile_n: tokens of a tile, one of `TILES_N`.
         step_k: K of a stage, 128, 256 or 512: as the weights were tiled.
         swiglu: the first GEMM: rows of the weights are gate and up, alternating by 8, and silu(gate) * up is written.
@@ -60,7 +64,7 @@ class Config:
         early: bool = False,
     ):
         for name, value, allowed in (
-            ("mode", mode, tuple(MODES)),
+            ("mode", mode, tuple(self.tiles_n)),
             ("tile_n", tile_n, self.tiles_n.get(mode)),
             ("step_k", step_k, STEPS_K),
             ("out", out, OUTPUTS),

@@ -16,6 +16,7 @@ from dsv4lib.ops.moe_gemm.epilogue import swiglu
 from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+from dsv4lib.ops.moe_gemm.sm90.wide.e4m3 import WideE4m3MoeGemm
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 
 
@@ -85,9 +86,9 @@ class WideFirstScales(WideMoeGemm):
 class WideFewColumns(WideMoeGemm):
     """MMAs have the columns of a smaller tile: the last tokens of a full one get nothing."""
 
-    def add_columns(self, columns: int, w: Int32, operand: Any, chunk: Int32, rSum: cute.Tensor) -> None:
+    def add_columns(self, columns: int, w: Int32, operand: Any, sfx: Int32, chunk: Int32, rSum: cute.Tensor) -> None:
         """See `WideMoeGemm.add_columns`."""
-        super().add_columns(min(columns, self.tile_n - 8), w, operand, chunk, rSum)  # WRONG
+        super().add_columns(min(columns, self.tile_n - 8), w, operand, sfx, chunk, rSum)  # WRONG
 
 
 class WideHastySums(WideMoeGemm):
@@ -95,6 +96,36 @@ class WideHastySums(WideMoeGemm):
 
     def sync_group(self, group: Int32) -> None:
         """See `WideMoeGemm.sync_group`."""  # WRONG: no barrier
+
+
+class E4m3FirstScale(WideE4m3MoeGemm):
+    """Tokens' scales of the first columns serve all: right where tokens are alike."""
+
+    def promote_block(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor) -> None:
+        """See `WideE4m3MoeGemm.promote_block`."""
+        for i in range(0, len(sums), 4):  # WRONG: eight columns at a time, from the first on
+            part = cute.make_rmem_tensor(4, Float32)
+            place = own * (self.tile_n // 2) + i
+            for c in range(4):
+                part[c] = rSum[place + c]
+            super().promote_block(sums[i : i + 4], 0, sfx, part)
+            for c in range(4):
+                rSum[place + c] = part[c]
+
+
+class E4m3OneBase(WideE4m3MoeGemm):
+    """Blocks are taken for those of the row's largest scale: right where a row's scales are alike."""
+
+    def halves_of(self, stored: Int32, base: Int32) -> Int32:
+        """See `WideE4m3MoeGemm.halves_of`."""
+        return super().halves_of(base * 0x01010101, base)  # WRONG: stored
+
+
+class E4m3HastySums(WideE4m3MoeGemm):
+    """Warpgroups do not wait for each other where a tile's sums meet."""
+
+    def sync_groups(self) -> None:
+        """See `WideE4m3MoeGemm.sync_groups`."""  # WRONG: no barrier
 
 
 _ALL = (
@@ -111,7 +142,14 @@ _WIDE = (
     (WideFewColumns, "wrong numbers"),
     (WideHastySums, "race_shared"),
 )
+_E4M3 = (
+    (E4m3FirstScale, "wrong numbers"),
+    (E4m3OneBase, "wrong numbers"),
+    (E4m3HastySums, "race_shared"),
+)
 FAULTS = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
 WIDE_FAULTS = {kind.__name__: kind for kind, _ in _WIDE}
 WIDE_CAUGHT_BY = {kind.__name__: found for kind, found in _WIDE}
+E4M3_FAULTS = {kind.__name__: kind for kind, _ in _E4M3}
+E4M3_CAUGHT_BY = {kind.__name__: found for kind, found in _E4M3}

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from dsv4lib.formats import mxfp4, scale_swizzle
+from dsv4lib.formats import e4m3, fp8_block, mxfp4, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_gemm import inputs
 from dsv4lib.ops.moe_gemm.sm90.config import Config
-from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, tile_weights
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, tile_weights
+from dsv4lib.ops.moe_gemm.sm90.wide.config import WideE4m3Config
 
 
 def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0) -> inputs.Case:
@@ -29,6 +30,11 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
     if not kernel.scaled:
         made.x = made.x.bfloat16().double()
         call.x, call.x_scales = made.x.bfloat16(), None
+    if isinstance(kernel, WideE4m3Config):
+        q = fp8_block.quantize_activation(made.x, CHUNK_K)
+        factors = ue8m0.decode(q.scales, torch.float64).repeat_interleave(CHUNK_K, -1)
+        made.x = e4m3.decode(q.codes, torch.float64) * factors
+        call.x, call.x_scales = q.codes, scale_swizzle.swizzle(q.scales.repeat_interleave(CHUNK_K // BLOCK, -1))
     call.w, call.w_scales = tile_weights(codes, scales, kernel.mode_name), None
     made.step = BLOCK
     return made

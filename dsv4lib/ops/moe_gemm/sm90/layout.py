@@ -18,7 +18,14 @@ wgmma (`dsl.wgmma`), so activations keep their order. Its bits are placed so tha
              q = 2           16 + 2 t + h           9            2..0
              q = 3           24 + 2 t + h           14           13,11,10
 
+    w4a8_row c = 0..3        4 t + c                8 c + 3      4 c + 2..0    byte c of word 0: E4M3, value x 2^s
+             4 + c           16 + 4 t + c           8 c + 7      16 + 4 c + 2..0   byte c of word 1
+
 Scales are stored as exponents that make up for that factor: E8M0 byte + 6, or + 106 with 2^20 left for the sums.
+
+Mode "w4a8_row" has the largest byte of each row after the scales, of all its K: 64 bytes a tile, the same in all of a
+row's tiles. A magnitude's nibble selects a byte of a table of eight, which holds the block's scale beside that of the
+row (`SPAN`): E4M3 in which all of a row's K can be added up. A block of zeros may get another scale than it came with.
 
 Source: OCP Microscaling Formats 1.0 (E2M1, E8M0); PTX ISA for the fragments.
 """
@@ -36,6 +43,7 @@ TILE_M = 64  # rows of a tile: M of a wgmma
 CHUNK_K = 128  # K of the 16 bytes that a thread reads of a row
 BLOCK = 32  # K of a scale
 STEPS_K = (512, 256, 128)
+SPAN = 11  # powers of two that scales of a row may differ by in mode "w4a8_row": 0.5 x 2^-5 to 6 x 2^6 in E4M3
 PAD = 16  # bytes after the scales of mode "w4a16"
 
 
@@ -68,7 +76,13 @@ def _bf16_fields() -> tuple:
     return tuple(tuple(16 * half + bit for bit in four) for four in places for half in range(2))
 
 
+def _nibble_fields() -> tuple:
+    low = [(8 * c + 3, 4 * c + 2, 4 * c + 1, 4 * c) for c in range(4)]
+    return (*low, *((8 * c + 7, 16 + 4 * c + 2, 16 + 4 * c + 1, 16 + 4 * c) for c in range(4)))
+
+
 FORMS = {
+    "w4a8_row": Form(_nibble_fields(), ((2, 4, 4), 1), 0, (7, 254), 1.0, TILE_M),
     "w4a8": Form(_e4m3_fields(), ((2, 4, 4), 1), 6, (0, 248), 1.0, 0),
     "w4a16": Form(_bf16_fields(), ((4, 4, 2), 1), 106, (24, 148), 2.0**20, PAD),
 }
@@ -114,9 +128,11 @@ def tile_weights(codes: Tensor, scales: Tensor, mode: str = "w4a8") -> Tensor:
     Args:
         codes: [E, N, K / 2] of one byte, the even k in the low nibble; N a multiple of 64, K of 128. For a first GEMM
             rows are gate and up, 8 of each alternating.
-        scales: E8M0 bytes [E, N, K / 32]; mode "w4a8" takes 0 to 248 (2^-127 to 2^121), "w4a16" 24 to 148.
+        scales: E8M0 bytes [E, N, K / 32]; mode "w4a8" takes 0 to 248 (2^-127 to 2^121), "w4a16" 24 to 148,
+            "w4a8_row" 7 to 254, those of a row at most 2^11 apart where they are not of zeros.
         mode: "w4a8" or "w4a16": of the activations that come with them. "w4a8" goes with bf16 ones, too, where no scale
-            is above `LARGEST_BF16`; larger ones give no finite numbers there.
+            is above `LARGEST_BF16`; larger ones give no finite numbers there. "w4a8_row": MXFP8 ones, or for many
+            tokens E4M3 with a scale for 128 of K.
 
     Returns:
         uint8 [E, N / 64, K / step, `tile_bytes`].
@@ -140,6 +156,9 @@ def tile_weights(codes: Tensor, scales: Tensor, mode: str = "w4a8") -> Tensor:
         found = f"{int(scales.min())} to {int(scales.max())}"
         raise ArgumentError("scales", found, f"E8M0 bytes {low} to {high} in mode {mode}")
     out = codes.new_zeros(experts, rows // TILE_M, k // step, tile_bytes(mode, step))
+    bases = None
+    if mode == "w4a8_row":
+        scales, bases = _with_bases(codes, scales)
     for e in range(experts):  # one at a time: 8 bytes of scratch a weight
         nibbles = torch.stack((codes[e] & 15, codes[e] >> 4), -1).flatten(1).to(torch.int32)
         parts = nibbles.view(*_outer(rows, k, step), *form.order[0])
@@ -153,7 +172,25 @@ def tile_weights(codes: Tensor, scales: Tensor, mode: str = "w4a8") -> Tensor:
         tile[..., :size] = words.flatten(2).contiguous().view(torch.uint8)
         own = scales[e].view(rows // TILE_M, TILE_M, k // step, step // BLOCK).transpose(1, 2) + form.bias
         tile[..., size : size + TILE_M * step // BLOCK] = own.flatten(2)
+        if bases is not None:
+            tile[..., -TILE_M:] = bases[e].view(rows // TILE_M, 1, TILE_M)
     return out
+
+
+def _with_bases(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales [E, N, K / 32] that lie within `SPAN` of the largest of their row, and that one [E, N].
+
+    Raises:
+        ArgumentError: those of blocks with a number other than 0 do not.
+    """
+    zero = ((codes & 0x77) == 0).unflatten(-1, (-1, BLOCK // 2)).all(-1)
+    least, most = (scales.masked_fill(zero, fill).to(torch.int16) for fill in (255, 0))
+    base = most.amax(-1).clamp(min=FORMS["w4a8_row"].bytes[0])
+    span = int((base - least.amin(-1)).max()) if scales.numel() else 0
+    if span > SPAN:
+        raise ArgumentError("scales", f"2^{span} apart in a row", f"2^{SPAN} or less in mode w4a8_row")
+    kept = scales.to(torch.int16).clamp(min=base[..., None] - SPAN, max=base[..., None])
+    return kept.to(torch.uint8), base.to(torch.uint8)
 
 
 def largest_scale(tiled: Tensor, mode: str = "w4a8") -> int:

@@ -26,6 +26,7 @@ from dsv4lib.ops.moe_gemm.sm90.load import Stages
 THREAD_BYTES = 16  # of a row and 128 K
 HALF_BYTES = THREAD_BYTES * 128  # rows g of all warps
 CHUNK_BYTES = 2 * HALF_BYTES
+UNIT = 0x3C383000, 0x4C484440  # E4M3 of 0, 0.5, 1, 1.5; 2, 3, 4, 6
 
 
 class Mma(Walk):
@@ -98,7 +99,7 @@ class Mma(Walk):
     def fragments(self, words: list, scales: list, block: int) -> list:
         """Return words of A of a block's MMAs, of the packed words of rows g and g + 8."""
         if self.scaled:
-            rows = [to_e4m3(word) for word in words]
+            rows = [looked_up(word, *UNIT) if self.mode_name == "w4a8_row" else to_e4m3(word) for word in words]
             return [rows[half][i] for i in range(2) for half in range(2)]
         rows = [to_bf16(word, scale, block) for word, scale in zip(words, scales, strict=True)]
         return [rows[half][2 * mma + i] for mma in range(2) for i in range(2) for half in range(2)]
@@ -128,9 +129,9 @@ def load(address: Int32, words: int) -> list:
     return asm(f"ld.shared.v{words}.b32 {{{places}}}, [${words}];", [Int32] * words, [address])
 
 
-def pure(text: str, *arguments: Int32) -> Int32:
+def pure(text: str, *arguments: Any) -> Int32:
     """Compute one word that depends on the arguments alone."""
-    return asm(text, [Int32], list(arguments), pure=True)
+    return asm(text, [Int32], [x if isinstance(x, Int32) else Int32(x) for x in arguments], pure=True)
 
 
 def masked(word: Int32, shift: int, mask: int) -> Int32:
@@ -143,13 +144,23 @@ def masked(word: Int32, shift: int, mask: int) -> Int32:
 
 def merged(word: Int32, shift: int, mask: int, others: Int32) -> Int32:
     """`masked` or ``others``, in one instruction after the shift."""
-    moved = pure(f"{'shl' if shift > 0 else 'shr'}.b32 $0, $1, {abs(shift)};", word)
+    moved = word
+    if shift:
+        moved = pure(f"{'shl' if shift > 0 else 'shr'}.b32 $0, $1, {abs(shift)};", word)
     return pure(f"lop3.b32 $0, $1, {mask:#x}, $2, 0xEA;", moved, others)
 
 
 def to_e4m3(word: Int32) -> list:
     """Convert to two words of E4M3, each weight x 2^-6; 5 instructions."""
     return [masked(word, 0, 0x9C9C9C9C), merged(word, 2, 0x8C8C8C8C, masked(word, -2, 0x10101010))]
+
+
+def looked_up(word: Int32, low: Any, high: Any) -> list:
+    """Convert to two words of E4M3 by a table of what magnitudes 0 to 7 are; 7 instructions."""
+    selectors = masked(word, 0, 0x77777777)
+    upper = pure("shr.b32 $0, $1, 16;", selectors)
+    halves = [pure("prmt.b32 $0, $1, $2, $3;", low, high, one) for one in (selectors, upper)]
+    return [merged(word, 4, 0x80808080, halves[0]), merged(word, 0, 0x80808080, halves[1])]
 
 
 def to_bf16(word: Int32, scales: Int32, block: int) -> list:

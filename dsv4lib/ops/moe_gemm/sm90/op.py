@@ -4,9 +4,13 @@
     h = moe_gemm(x, w, offsets, counts, mode="w4a8", swiglu=True, out_format="mxfp8", ...)
 
 The tiled operand chooses this kernel; `moe_gemm` has the arguments. What it does not have is refused by name: modes
-other than "w4a8" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts. Mode "w4a8" takes bf16 x without
-scales, too, if no scale of w is above byte 148: for many tokens an expert that is faster (`many`). A scale of x of
-2^-127 (byte 0, which `quantize` does not make) counts as 0.
+other than "w4a8", "w4a8_row" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts. Mode "w4a8" takes
+bf16 x without scales, too, if no scale of w is above byte 148: for many tokens an expert that is faster (`many`). A
+scale of x of 2^-127 (byte 0, which `quantize` does not make) counts as 0.
+
+Mode "w4a8_row" has weights that E4M3 holds with their scales, beside one of the row. Where an expert gets many tokens
+(`many`), they have a scale a 128 of K, as `quantize` makes with recipe "fp8" and ``swizzled``, and so has a result in
+"mxfp8". A few tokens may have MXFP8's, and their result has.
 """
 
 from __future__ import annotations
@@ -28,11 +32,14 @@ from dsv4lib.ops.moe_gemm.operands import Operand, check_devices, check_groups, 
 from dsv4lib.ops.moe_gemm.sm90 import arguments
 from dsv4lib.ops.moe_gemm.sm90.config import MODES, OUTPUTS, ROW_STEP, TILES_N
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
-from dsv4lib.ops.moe_gemm.sm90.layout import TILE_M, step_of, tiled_shape, untile_weights
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M, step_of, tiled_shape, untile_weights
+from dsv4lib.ops.moe_gemm.sm90.wide.config import E4M3_TILES_N
 from dsv4lib.ops.moe_gemm.sm90.wide.config import TILES_N as WIDE_TILES_N
+from dsv4lib.ops.moe_gemm.sm90.wide.e4m3 import WideE4m3MoeGemm
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 
 ARCHS = ("sm_90a",)
+TYPES = {"w4a16": (torch.bfloat16,), "w4a8_row": (torch.uint8,)}  # of x; else either
 EXPECTED = (1, 8, 16, 32, 96)  # tokens of a group, one for each tile
 
 
@@ -93,7 +100,8 @@ def tile_of(expected: int, mode: str, bf16: bool) -> int:
     The smallest that holds what `held` says; the weights of larger groups come once more from L2.
     """
     few = TILES_N[mode] if bf16 == (mode == "w4a16") else ()
-    tiles = (*few, *(n for n in WIDE_TILES_N[mode] if bf16))
+    wide = WIDE_TILES_N[mode] if bf16 else E4M3_TILES_N.get(mode, ())
+    tiles = (*few, *(n for n in wide if n > max(few, default=0)))
     return next((n for n in tiles if held(expected) <= n), tiles[-1])
 
 
@@ -102,7 +110,9 @@ def kernel_of(settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
     own = {name: value for name, value in settings.items() if name != "bf16"}
     if settings["bf16"] == (own["mode"] == "w4a16") and own["tile_n"] in TILES_N[own["mode"]]:
         return TiledMoeGemm, own
-    return WideMoeGemm, {name: value for name, value in own.items() if name != "early"}
+    return WideE4m3MoeGemm if own["mode"] == "w4a8_row" else WideMoeGemm, {
+        name: value for name, value in own.items() if name != "early"
+    }
 
 
 def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED) -> dict[str, float]:
@@ -155,7 +165,7 @@ class Call:
     def check(self) -> None:
         """Check devices and the type of x; `arguments.launch_args` checks the rest."""
         check_devices(vars(self))
-        types = (torch.bfloat16,) if self.formats == "w4a16" else (torch.uint8, torch.bfloat16)
+        types = TYPES.get(self.formats, (torch.uint8, torch.bfloat16))
         if self.x.dtype not in types:
             raise ArgumentError("x", self.x.dtype, " or ".join(map(str, types)) + f" in mode {self.formats}")
 
@@ -178,6 +188,18 @@ class Call:
     def check_values(self) -> None:
         """Check that groups start where tiles may, and lie apart."""
         check_groups(self.offsets, self.counts, len(self.x), ROW_STEP)
+        if self.x_scales is not None and self.block > BLOCK:
+            scales = scale_swizzle.unswizzle(self.x_scales, len(self.x), self.x.shape[1] // BLOCK)
+            groups = zip(self.offsets.tolist(), self.counts.tolist(), strict=True)
+            rows = [row for first, count in groups for row in range(first, first + count)]
+            words = scales[rows].unflatten(1, (-1, self.block // BLOCK))
+            if bool((words != words[..., :1]).any()):
+                raise ArgumentError("x.scales", "differ in 128 of K", f"alike for {self.expected} tokens a group")
+
+    @property
+    def block(self) -> int:
+        """K that a scale of tokens, and of a result in MXFP8's image, is for."""
+        return CHUNK_K if self.formats == "w4a8_row" and many(self.expected) else BLOCK
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
@@ -214,7 +236,7 @@ def _reference(call: Call) -> None:
     for e, (first, count) in enumerate(zip(call.offsets.tolist(), call.counts.tolist(), strict=True)):
         own = slice(first, first + count)
         routing = None if call.routing is None else call.routing[own]
-        call.out[own], found = finished(x[own] @ w[e].T, call, e, routing)
+        call.out[own], found = finished(x[own] @ w[e].T, call, e, routing, call.block)
         if scales is not None:
             scales[own] = found
     if scales is not None:

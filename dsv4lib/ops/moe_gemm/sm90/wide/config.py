@@ -7,7 +7,8 @@ from dsv4lib.ops.moe_gemm.sm90.config import MAX_EXPERTS, MAX_STAGES, MODES, PIT
 from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, FORMS, TILE_M
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES
 
-TILES_N = {mode: (32, 64, 128) for mode in MODES}
+TILES_N = {mode: (32, 64, 128) for mode in MODES if mode != "w4a8_row"}  # of tokens in bf16
+E4M3_TILES_N = {"w4a8_row": (32, 64, 128)}
 COLUMNS = {32: (32,), 64: (32, 48, 64), 128: (80, 104, 128)}  # of a tile, that MMAs have: the fewest that hold its rows
 GROUPS = 2  # warpgroups that multiply
 BLOCKS = 2  # of 64 rows that each has
@@ -25,6 +26,7 @@ class WideConfig(Config):
 
     tiles_n = TILES_N
     threads = THREADS
+    arrivals = 1 + 32 * LOAD_WARPS  # at a full barrier: the bulk copies' bytes, and a lane each
 
     def __init__(
         self,
@@ -43,11 +45,15 @@ class WideConfig(Config):
         self.kind = "bf16"  # of the MMAs, in both modes
         self.row_bytes = CHUNK_K * 2
         self.scaled, self.sums_factor = False, FORMS["w4a16"].sums_factor
-        self.x_bytes = self.tile_n * self.row_bytes
         self.scale_bytes = TILE_M * self.blocks  # of a tile of weights: those of all its K
+        self.sfx_bytes, self.block_mmas, self.sum_slots = 0, BLOCK // 16, GROUPS
+        self.finish_layout()
+
+    def finish_layout(self) -> None:
+        """Choose what follows from the sizes of a row."""
+        self.x_bytes = self.tile_n * self.row_bytes
         self.block_bytes = CHUNK_BYTES + self.scale_bytes
         self.w_bytes = TILE_BLOCKS * self.block_bytes
-        self.block_mmas = BLOCK // 16
         self.columns = COLUMNS[self.tile_n]
         self.stages = next(n for n in range(MAX_STAGES, 1, -1) if self._smem_bytes(n, 1) <= SMEM_LIMIT)
 
@@ -59,7 +65,8 @@ class WideConfig(Config):
                 stages * self.w_bytes,
                 f"{stages} stages x {TILE_BLOCKS} x ({CHUNK_BYTES} B + {self.scale_bytes} B of scales)",
             ),
-            "sums": (4 * GROUPS * TOKENS * PITCH, f"{GROUPS} x {TOKENS} tokens x {PITCH} fp32"),
+            "tokens' scales": (stages * self.sfx_bytes, f"{stages} stages x {n} tokens x 4 B"),
+            "sums": (4 * self.sum_slots * TOKENS * PITCH, f"{self.sum_slots} x {TOKENS} tokens x {PITCH} fp32"),
             "groups": (4 * (3 * MAX_EXPERTS + 32), f"first tile, offset, count of {MAX_EXPERTS} experts"),
             "control": (16 * stages, f"2 x {stages} mbarriers x 8 B"),
         }
@@ -68,7 +75,7 @@ class WideConfig(Config):
         """Compute shared memory, registers and threads of one CTA."""
         sizes = self._sizes(self.stages, 1)
         sizes["total"] = self._smem_bytes(self.stages, 1), f"sum, up to a multiple of {SMEM_ALIGN} B"
-        smem = [BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items()]
+        smem = [BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items() if used]
         registers = GROUPS * CONSUMER_REGISTERS + LOAD_REGISTERS
         why = f"{GROUPS} consumers, 1 load warpgroup"
         return [
@@ -76,3 +83,30 @@ class WideConfig(Config):
             BudgetRow("registers", registers, LAUNCH_REGISTERS * (GROUPS + 1), "a lane of a quarter", why),
             BudgetRow("threads", THREADS, 1024, "threads", f"{GROUPS} consumer warpgroups + 1 of the load warps"),
         ]
+
+
+class WideE4m3Config(WideConfig):
+    """Options of the kernel of E4M3 tokens: those of `WideConfig`, mode "w4a8_row", whose mxfp8 has blocks of 128."""
+
+    tiles_n = E4M3_TILES_N
+    arrivals = 1 + 32 * LOAD_WARPS + LOAD_WARPS  # and one a load warp for scales
+
+    def __init__(
+        self,
+        mode: str = "w4a8_row",
+        tile_n: int = 128,
+        step_k: int = 512,
+        swiglu: bool = False,
+        out: str = "bf16",
+        routed: bool = False,
+        alpha: bool = True,
+    ):
+        super().__init__(mode, tile_n, step_k, swiglu, out, routed, alpha)
+
+    def lay_out(self) -> None:
+        """Choose the buffers."""
+        self.kind, self.row_bytes, self.scaled, self.sums_factor = "e4m3", CHUNK_K, True, 1.0
+        self.scale_bytes = TILE_M * self.blocks + TILE_M  # and the largest of each row
+        self.sfx_bytes, self.block_mmas = 4 * self.tile_n, 1
+        self.sum_slots = TILE_BLOCKS if self.quantised else GROUPS
+        self.finish_layout()

@@ -7,8 +7,9 @@ It reads the tiled weights of `sm90.kernel`, of either mode, and bf16 tokens. Th
 to 32 tokens, and reading them is the time; here it has 256 rows and up to 128 tokens, and MMAs are. A warpgroup has two
 blocks of 64 rows: while MMAs of one run, it expands the weights of the other.
 
-Weights become bf16, exactly, their scales included, so that fp32 sums need none. E4M3 MMAs would be twice as fast, but
-every 32 of K would cost each sum a multiplication by two scales, more than that (data/bench/moe_gemm.md).
+Weights become bf16, exactly, their scales included, so that fp32 sums need none. E4M3 MMAs take half the time, but
+of MXFP8 tokens every 32 of K would cost each sum a multiplication by two scales, more than that. `wide.e4m3` has them
+for tokens with a scale a 128 of K (data/bench/moe_gemm.md).
 
 Tile picture (tile_n 128; `budget` computes the numbers of any configuration)
 
@@ -66,7 +67,6 @@ from dsv4lib.ops.moe_gemm.sm90.wide.config import (
     FIRST_LOAD_WARP,
     GROUPS,
     LOAD_REGISTERS,
-    LOAD_WARPS,
     THREADS,
     TILE_BLOCKS,
     TOKENS,
@@ -102,7 +102,8 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         class Storage:
             x: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.x_bytes], SMEM_ALIGN]
             w: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.w_bytes], 128]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * TOKENS * PITCH], 128]
+            sfx: cute.struct.Align[cute.struct.MemRange[Float32, max(1, self.stages * self.sfx_bytes // 4)], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_slots * TOKENS * PITCH], 128]
             groups: cute.struct.MemRange[Int32, 3 * MAX_EXPERTS]
             scan: cute.struct.MemRange[Int32, 32]
             full: cute.struct.MemRange[cutlass.Int64, self.stages]
@@ -125,7 +126,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         if tidx == 0:
             for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + i, 1 + 32 * LOAD_WARPS)  # the bulk copies' bytes, and a lane each
+                cute.arch.mbarrier_init(full + i, self.arrivals)
                 cute.arch.mbarrier_init(empty + i, 4 * GROUPS)
             cute.arch.mbarrier_init_fence()
         table = storage.groups.get_tensor(cute.make_layout((MAX_EXPERTS, 3)))
@@ -135,13 +136,14 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         self.find_groups(*ranges, groups, storage.scan.get_tensor(cute.make_layout(32)))
         cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
         total = groups.ends[MAX_EXPERTS - 1]
-        stages = Stages(storage.x.data_ptr().toint(), storage.w.data_ptr(), Int32(0), full, empty)
+        sfx = storage.sfx.data_ptr().toint()
+        stages = Stages(storage.x.data_ptr().toint(), storage.w.data_ptr(), sfx, full, empty)
         if warp >= FIRST_LOAD_WARP:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             self.load(sources, groups, total, stages)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            shape = cute.make_layout((PITCH, TOKENS, GROUPS))
+            shape = cute.make_layout((PITCH, TOKENS, self.sum_slots))
             self.consume(sources, groups, total, stages, storage.sums.get_tensor(shape), ends)
 
     # --------------------------------------------------------------- consume
@@ -153,7 +155,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         grid, _, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // 128)
-        blocks, chunks = sources.w.shape[1], sources.w.shape[2] * (self.step_k // CHUNK_K)
+        chunks = sources.w.shape[2] * (self.step_k // CHUNK_K)
         stage, parity = Int32(0), Int32(0)
         rSum = cute.make_rmem_tensor(BLOCKS * self.tile_n // 2, Float32)
         for index in cutlass.range(block, total, grid, unroll=1):
@@ -169,28 +171,35 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
                 stage = stage + 1
                 if stage == self.stages:
                     stage, parity = Int32(0), parity ^ 1
-            scales = self.scales_of(tile, ends)
-            for own in cutlass.range_constexpr(BLOCKS):
-                feature = tile.feature * TILE_BLOCKS + group * BLOCKS + own
-                if feature < blocks:
-                    mine = Tile(tile.expert, feature, tile.row, tile.rows)
-                    self.finish_block(mine, own, group, sSum, ends, scales, rSum)
+            self.finish_blocks(sources.w, tile, group, sSum, ends, rSum)
+
+    @cute.jit
+    def finish_blocks(
+        self, mW: cute.Tensor, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor
+    ):
+        """Store the sums of both blocks of a warpgroup."""
+        scales = self.scales_of(tile, ends)
+        for own in cutlass.range_constexpr(BLOCKS):
+            feature = tile.feature * TILE_BLOCKS + group * BLOCKS + own
+            if feature < mW.shape[1]:
+                mine = Tile(tile.expert, feature, tile.row, tile.rows)
+                self.finish_block(mine, own, group, sSum, ends, scales, rSum)
 
     @cute.jit
     def add_stage(self, rows: Int32, stages: Stages, stage: Int32, group: Int32, chunk: Int32, rSum: cute.Tensor):
         """Add the products of a stage to the sums of both blocks, of as many columns as ``rows`` need."""
         w = stages.w.toint() + stage * self.w_bytes + group * (BLOCKS * self.block_bytes)
-        operand = wgmma.operand(stages.x + stage * self.x_bytes)
+        operand, sfx = wgmma.operand(stages.x + stage * self.x_bytes), stages.sfx + stage * self.sfx_bytes
         if cutlass.const_expr(len(self.columns) == 1):
-            self.add_columns(self.tile_n, w, operand, chunk, rSum)
+            self.add_columns(self.tile_n, w, operand, sfx, chunk, rSum)
         elif rows <= self.columns[0]:
-            self.add_columns(self.columns[0], w, operand, chunk, rSum)
+            self.add_columns(self.columns[0], w, operand, sfx, chunk, rSum)
         elif rows <= self.columns[1]:
-            self.add_columns(self.columns[1], w, operand, chunk, rSum)
+            self.add_columns(self.columns[1], w, operand, sfx, chunk, rSum)
         else:
-            self.add_columns(self.tile_n, w, operand, chunk, rSum)
+            self.add_columns(self.tile_n, w, operand, sfx, chunk, rSum)
 
-    def add_columns(self, columns: int, w: Int32, operand: Int64, chunk: Int32, rSum: cute.Tensor) -> None:
+    def add_columns(self, columns: int, w: Int32, operand: Int64, sfx: Int32, chunk: Int32, rSum: cute.Tensor) -> None:
         """Add the products of the first ``columns`` tokens of a stage."""
         each, used, sums = self.tile_n // 2, columns // 2, []
         for own in range(BLOCKS):

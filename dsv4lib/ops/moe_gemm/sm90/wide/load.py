@@ -2,20 +2,23 @@
 
 A stage is 128 of K. Weights: of each of four blocks of 64 rows the codes of the stage and the scales of all K of its
 tile, by bulk copies. Tokens are bf16 in shared memory, [64 of K][token][128 B], 16-byte piece p of token n at piece
-p ^ (n % 8); rows that a group does not have are zeros and are not read. They come by `cp.async`.
+p ^ (n % 8); rows that a group does not have are zeros and are not read. They come by `cp.async`. E4M3 tokens have
+a scale for the 128 of K, four times the same byte in the image: a lane of a load warp makes fp32 of a token's.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from dsv4lib.dsl import bulk
+from dsv4lib.dsl.asm import asm
+from dsv4lib.dsl.umma import SCALE_BLOCK
 from dsv4lib.ops.moe_gemm.sm90.config import ROW_BYTES
 from dsv4lib.ops.moe_gemm.sm90.groups import Groups, Tile, Walk
 from dsv4lib.ops.moe_gemm.sm90.layout import CHUNK_K, TILE_M
-from dsv4lib.ops.moe_gemm.sm90.load import PIECE, PIECES, ROWS, Sources, Stages, copy
+from dsv4lib.ops.moe_gemm.sm90.load import LANES, PIECE, PIECES, ROWS, Sources, Stages, copy
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES
 from dsv4lib.ops.moe_gemm.sm90.wide.config import FIRST_LOAD_WARP, LOAD_WARPS, TILE_BLOCKS
 
@@ -35,11 +38,18 @@ class Load(Walk):
             tile = self.tile(groups, index)
             for chunk in cutlass.range(chunks, unroll=1):
                 full = stages.full + stage
+                if cutlass.const_expr(self.scaled):
+                    scale = self.token_scale(sources, tile, warp, chunk)  # in flight during the wait
                 cute.arch.mbarrier_wait(stages.empty + stage, parity)
                 if warp == 0:
                     self.load_weights(sources.w, tile, chunk, stages.w + stage * self.w_bytes, full)
                 self.load_tokens(sources.x, tile, warp, chunk, stages.x + stage * self.x_bytes)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full)
+                if cutlass.const_expr(self.scaled):
+                    self.store_scale(stages.sfx + stage * self.sfx_bytes, warp, scale)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(full)
                 stage = stage + 1
                 if stage == self.stages:
                     stage, parity = Int32(0), parity ^ 1
@@ -58,6 +68,25 @@ class Load(Walk):
                 bulk.load_bulk(place, source + inside * CHUNK_BYTES, Int32(CHUNK_BYTES), full)
                 scales = source + TILE_M * self.step_k // 2
                 bulk.load_bulk(place + CHUNK_BYTES, scales, Int32(self.scale_bytes), full)
+
+    @cute.jit
+    def token_scale(self, sources: Sources, tile: Tile, warp: Int32, chunk: Int32) -> Float32:
+        """Load the scale of this lane's token and 128 of K; 0 past the last token, and for byte 0."""
+        token = warp * LANES + cute.arch.lane_idx()
+        word = Int32(0)
+        if token < tile.rows:
+            row = tile.row + token
+            at = row // 128 * cute.ceil_div(sources.x.shape[1], ROW_BYTES) + chunk
+            place = sources.sfx.iterator.toint() + Int64(at) * SCALE_BLOCK + (row % 32 * 16 + row % 128 // 32 * 4)
+            word = asm("ld.global.b32 $0, [$1];", [Int32], [place])
+        return asm("{ .reg .b32 a; shr.b32 a, $1, 1; and.b32 $0, a, 0x7F800000; }", [Float32], [word], pure=True)
+
+    @cute.jit
+    def store_scale(self, target: Int32, warp: Int32, scale: Float32):
+        """Store the scale of this lane's token in a stage."""
+        token = warp * LANES + cute.arch.lane_idx()
+        if token < self.tile_n:
+            asm("st.shared.f32 [$0], $1;", [], [target + 4 * token, scale])
 
     @cute.jit
     def load_tokens(self, mX: cute.Tensor, tile: Tile, warp: Int32, chunk: Int32, target: Int32):

@@ -1,0 +1,1 @@
+"""Attention of many tokens on Hopper over 584-byte entries."""

@@ -1,0 +1,165 @@
+"""Bring Q and tiles of keys of one token after the other to shared memory on Hopper.
+
+Loads of a tile's entries go out a tile ahead, its indices two ahead: at the end of a token already those of the next
+one. So every token has an even number of tiles, two or more (`Span`); those past its keys are zeros that no row sees.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from dsv4lib.dsl import kv_entry
+from dsv4lib.dsl.kv_entry import ROW_BYTES
+from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
+from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
+from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, KEYS, MATH_WARPS, STAGE_BYTES, WARPGROUP
+from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert, row
+from dsv4lib.ops.fmha.work import Items, KeyLists
+
+
+class Queries(NamedTuple):
+    """Q of a token in shared memory: its address, barriers. Also pairs of tiles that its token has."""
+
+    smem: Int32
+    pairs: cute.Tensor  # Int32 [1]
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Span(NamedTuple):
+    """Keys of a token: as `work.Work` has them, tiles made even."""
+
+    token: Int32
+    entries: Int32
+    window: Int32
+    entry_row: Int32
+    window_row: Int32
+    window_at: Int32
+    tiles: Int32
+
+
+class PrefillKeys(Keys):
+    """What the producer warps do."""
+
+    @cute.jit
+    def span(self, lists: KeyLists, items: Items, token: Int32):
+        """Return the `Span` of a token; past the last one of one without keys."""
+        work = self.work(lists, items, token)
+        entries = cutlass.select_(token < items.end, work.entries, Int32(0))
+        window = cutlass.select_(token < items.end, work.window, Int32(0))
+        tiles = cutlass.max((work.end + 1) & -2, 2)
+        return Span(work.token, entries, window, work.entry_row, work.window_row, work.window_at, tiles)
+
+    @cute.jit
+    def produce_all(
+        self, mQ: cute.Tensor, sources: KeySources, lists: KeyLists, items: Items, ring: Ring, queries: Queries
+    ):
+        """Producer warps: Q, then tile after tile, token after token."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
+        first_key = warp * KEYS
+        own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
+        offset = ring.keys + kv_entry.smem_offset(first_key + lane // 4, lane)
+        held = cute.make_rmem_tensor(BATCHES, Int32)
+        raw = cute.make_rmem_tensor((kv_entry.raw_words(), BATCHES), Int64)
+        scales = cute.make_rmem_tensor((2, BATCHES), Int32)
+        raw.fill(0)
+        for i in cutlass.range_constexpr(2 * BATCHES):
+            scales[i] = Int32(0)
+        pools = [None if source is None else kv_entry.lane_of(source) for source in sources]
+        now, following = self.span(lists, items, items.first), self.span(lists, items, items.first + items.step)
+        index, in_window = self.next_entry(lists, now, following, Int32(0), own)
+        for batch in cutlass.range_constexpr(BATCHES):
+            self.start(pools, index, in_window, batch, held, raw, scales)
+        there = cute.arch.vote_ballot_sync(index >= 0)
+        index, in_window = self.next_entry(lists, now, following, Int32(1), own)
+        parity = Int32(1)
+        q_parity = Int32(1)
+        for token in cutlass.range(items.first, items.end, items.step, unroll=1):
+            self.wait_for_room(queries, q_parity)
+            q_parity = q_parity ^ 1
+            self.load_queries(mQ, token, now.tiles, queries)
+            for tile in cutlass.range(now.tiles, unroll=1):
+                stage = tile & 1
+                cute.arch.mbarrier_wait(ring.empty + stage, parity)
+                for batch in cutlass.range_constexpr(BATCHES):
+                    rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
+                    convert(held[batch], raw[None, batch], scales[None, batch], rows)
+                    self.start(pools, index, in_window, batch, held, raw, scales)
+                if lane == 0:
+                    self.store_valid(ring, stage, warp, there)
+                cute.arch.mbarrier_arrive(ring.full + stage)
+                parity = parity ^ stage
+                there = cute.arch.vote_ballot_sync(index >= 0)
+                index, in_window = self.next_entry(lists, now, following, tile + 2, own)
+            now = following
+            following = self.span(lists, items, token + 2 * items.step)
+
+    @cute.jit
+    def next_entry(self, lists: KeyLists, now: Span, following: Span, tile: Int32, key: Int32):
+        """Return (index of the ``key``-th entry of a tile, whether it is of the window); -1: none.
+
+        Tiles past the end of a token are those of the next one.
+        """
+        token, entries, window, entry_row, window_row, window_at, _ = now
+        place = tile * TILE_N + key
+        if tile >= now.tiles:
+            token, entries, window, entry_row, window_row, window_at, _ = following
+            place = place - now.tiles * TILE_N
+        index, in_window = Int32(-1), Int32(0)
+        if cutlass.const_expr(self.entries != "none"):
+            if place < window_at:
+                index = row(lists.entries.index, entry_row, token, place, entries)
+        if cutlass.const_expr(self.window):
+            if place >= window_at:
+                index, in_window = row(lists.window.index, window_row, token, place - window_at, window), Int32(1)
+        return index, in_window
+
+    @cute.jit
+    def start(
+        self,
+        pools: list,
+        index: Int32,
+        in_window: Int32,
+        batch: cutlass.Constexpr,
+        held: cute.Tensor,
+        raw: cute.Tensor,
+        scales: cute.Tensor,
+    ):
+        """Start the loads of a batch. Lane l loads of the entry whose index lane 8 batch + l / 4 has."""
+        source = batch * kv_entry.ENTRIES_AT_ONCE + cute.arch.lane_idx() // 4
+        own = cute.arch.shuffle_sync(index, source)
+        held[batch] = own
+        if cutlass.const_expr(self.entries != "none" and self.window):
+            if cute.arch.shuffle_sync(in_window, source) == 0:
+                kv_entry.fetch(pools[0], own, raw[None, batch], scales[None, batch])
+            else:
+                kv_entry.fetch(pools[1], own, raw[None, batch], scales[None, batch])
+        else:
+            pool = pools[0] if self.entries != "none" else pools[1]
+            kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
+
+    def wait_for_room(self, queries: Queries, parity: Int32) -> None:
+        """Wait until Q of the token before was read for the last time."""
+        cute.arch.mbarrier_wait(queries.empty, parity)
+
+    @cute.jit
+    def load_queries(self, mQ: cute.Tensor, token: Int32, tiles: Int32, queries: Queries):
+        """Start the copies of 64 heads of Q. Rows of the 128-byte swizzle; rows that are no heads are zeros."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if thread == 0:
+            queries.pairs[0] = tiles >> 1
+            cute.arch.mbarrier_arrive(queries.full)
+        pieces = HEAD_DIM * 2 // PIECE
+        first, heads = self.head_block() * TILE_M, mQ.shape[1]
+        target = queries.smem + thread % pieces // 8 * CHUNK_BYTES
+        for i in cutlass.range(TILE_M * pieces // WARPGROUP, unroll=8):
+            place = i * (WARPGROUP // pieces) + thread // pieces
+            size = cutlass.select_(first + place < heads, Int32(PIECE), Int32(0))
+            head = cutlass.min(first + place, heads - 1)
+            source = mQ[token, head, None].iterator.toint() + thread % pieces * PIECE
+            copy(target + place * ROW_BYTES + ((thread ^ place) % 8 << 4), source, size)
+        cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)

@@ -1,0 +1,191 @@
+"""Grouped GEMM of experts on Hopper for many tokens an expert in E4M3: MXFP4 weights become E4M3, scales included.
+
+It is `wide.kernel` with MMAs that are twice as fast. Tokens have a scale a 128 of K (`quantize` with recipe "fp8"), and
+a row's blocks of weights scales that differ by 2^11 or less, so that E4M3 holds a weight times its block's scale beside
+the row's largest one, exactly (`layout`, mode "w4a8_row"). The rest are two factors of a sum:
+
+    y[r, n] = 2^(base_n - 133) sum over 128 of K:  2^(scale of r and the 128) x (E4M3 MMAs of the 128)
+
+The tensor core's own sums keep some 13 bits below the largest addend: they are of 128 of K, and are added up in fp32.
+
+    a stage = 256 rows x 128 K        SMEM                                 registers of a warpgroup
+    weights  4 x 4,096 B, bulk   -->  | X  128 tokens x 128 B       | --desc--> wgmma m64n128k32, A = table of 8 bytes
+    scales   4 x 1,088 B, bulk   -->  | W  4 x 5,184 B              | --lds---> by prmt, one for a row and 32 of K
+    tokens   128 x 128 B, cp.async -> | token scales 128 x fp32     | --lds---> 64 sums of 128 K -> 2 x 64 fp32
+                                      | sums, groups, mbarriers     |
+
+A block of MMAs at a time is in flight in a warpgroup; the other warpgroup's fill the time of promotion and expansion.
+
+What limits it: the chain of a warpgroup from MMAs to promotion to the next expansion, three times as long as its MMAs
+(data/bench/moe_gemm.md). Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue
+slots that a warp has in that time promotion takes 68, expansion 100.
+
+Output "mxfp8" has one scale for 128 features, each byte of the image's word of four: the sums of a whole tile of 256
+rows meet in shared memory, and a warp finishes a token's 128.
+
+Source: as `wide.kernel`; the table by prmt is that of several mixed-input GEMMs.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from dsv4lib.dsl import convert, wgmma
+from dsv4lib.dsl.asm import asm
+from dsv4lib.ops.moe_gemm.sm90.config import HALF, REDUCE
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Scales
+from dsv4lib.ops.moe_gemm.sm90.groups import Tile
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M
+from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES, HALF_BYTES, THREAD_BYTES, load, looked_up, pure
+from dsv4lib.ops.moe_gemm.sm90.wide.config import BLOCKS, GROUPS, TILE_BLOCKS, TOKENS, WideE4m3Config
+from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
+
+REST = 133  # what E4M3 of a row's largest scale lacks: 127, and 2^6 that it has more
+
+
+class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
+    """Grouped GEMM of many tokens an expert in E4M3 on Hopper: options as `WideE4m3Config`."""
+
+    def add_columns(self, columns: int, w: Int32, operand: Int64, sfx: Int32, chunk: Int32, rSum: cute.Tensor) -> None:
+        """Add the products of the first ``columns`` tokens of a stage."""
+        a = self.expanded(w, chunk)
+        for own in range(BLOCKS):
+            wgmma.fence()
+            offsets = self.offsets(0, range(CHUNK_K // BLOCK))
+            sums = wgmma.multiply(a, operand, offsets, columns, self.kind, apart=False)
+            wgmma.commit()
+            if own + 1 < BLOCKS:
+                a = self.expanded(w + (own + 1) * self.block_bytes, chunk)
+            wgmma.wait(0)
+            self.promote_block(sums, own, sfx, rSum)
+
+    def promote_block(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor) -> None:
+        """Add a block's sums of 128 of K, times their tokens' scales."""
+        pair = sfx + cute.arch.lane_idx() % 4 * 8
+        for i in range(len(sums) // 4):
+            scales = asm("ld.shared.v2.f32 {$0, $1}, [$2];", [Float32] * 2, [pair + 32 * i])
+            for c in range(4 * i, 4 * i + 4):
+                place = own * (self.tile_n // 2) + c
+                rSum[place] = wgmma.multiply_add(sums[c], scales[c % 2], rSum[place])
+
+    def expanded(self, w: Int32, chunk: Int32) -> list:
+        """Make words of A of a block of rows: 128 K."""
+        tidx, _, _ = cute.arch.thread_idx()
+        first = tidx % 128 // 32 * 16 + tidx % 32 // 4
+        rows = []
+        for half in range(2):
+            row = first + 8 * half
+            stored = load(w + CHUNK_BYTES + row * self.blocks + chunk * (CHUNK_K // BLOCK), 1)[0]
+            base = asm("ld.shared.u8 $0, [$1];", [Int32], [w + CHUNK_BYTES + TILE_M * self.blocks + row])
+            words = load(w + half * HALF_BYTES + tidx % 128 * THREAD_BYTES, 4)
+            halves = self.halves_of(stored, base)
+            rows.append([looked_up(word, *table(halves, block)) for block, word in enumerate(words)])
+        return [rows[half][block][i] for block in range(CHUNK_K // BLOCK) for i in range(2) for half in range(2)]
+
+    def halves_of(self, stored: Int32, base: Int32) -> Int32:
+        """Return four codes of 0.5 x 2^6 x the scale of a block beside the row's largest."""
+        return pure(
+            "{ .reg .b32 a; mul.lo.u32 a, $2, 0x01010101; sub.u32 a, a, $1; mul.lo.u32 a, a, 8;"
+            " sub.u32 $0, 0x60606060, a; }",
+            stored,
+            base,
+        )
+
+    # ---------------------------------------------------------------- finish
+
+    @cute.jit
+    def finish_blocks(
+        self, mW: cute.Tensor, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor
+    ):
+        """See `WideMoeGemm.finish_blocks`; sums get the factors of their rows before."""
+        tidx, _, _ = cute.arch.thread_idx()
+        start = TILE_M * self.step_k // 2 + TILE_M * self.blocks
+        for own in cutlass.range_constexpr(BLOCKS):
+            feature = cutlass.min(tile.feature * TILE_BLOCKS + group * BLOCKS + own, mW.shape[1] - 1)
+            for half in cutlass.range_constexpr(2):
+                row = tidx % 128 // 32 * 16 + tidx % 32 // 4 + 8 * half
+                base = Int32(mW[tile.expert, feature, 0, start + row])
+                bits = base + (127 - REST) << 23
+                factor = asm("mov.b32 $0, $1;", [Float32], [bits], pure=True)
+                self.multiply_row(rSum, own, half, factor)
+        if cutlass.const_expr(self.quantised):
+            self.finish_tile(mW.shape[1], tile, group, sSum, ends, rSum)
+        else:
+            WideMoeGemm.finish_blocks(self, mW, tile, group, sSum, ends, rSum)
+
+    def multiply_row(self, rSum: cute.Tensor, own: int, half: int, factor: Float32) -> None:
+        """Multiply a thread's sums of row g, or g + 8, of a block."""
+        each = self.tile_n // 2
+        for c in (c for c in range(each) if c // 2 % 2 == half):
+            rSum[own * each + c] = rSum[own * each + c] * factor
+
+    @cute.jit
+    def finish_tile(self, blocks: Int32, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor):
+        """Quantise the 128 features of a tile, 16 tokens at a time; both warpgroups call it.
+
+        Args:
+            sSum: fp32 [position, token, block].
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        place, column = tidx % 128 // 32 * 8 + lane // 4, lane % 4 * 2
+        scales = self.scales_of(tile, ends)
+        for part in cutlass.range_constexpr(self.tile_n // TOKENS):
+            first = part * TOKENS
+            if first < tile.rows:
+                for own in cutlass.range_constexpr(BLOCKS):
+                    for c in cutlass.range_constexpr(TOKENS // 2):
+                        value = rSum[own * self.tile_n // 2 + first // 2 + c]
+                        token = c // 4 * 8 + column + c % 2
+                        sSum[place + c // 2 % 2 * HALF, token, group * BLOCKS + own] = value
+                self.sync_groups()
+                end = cutlass.min(self.stored(tile) - first, TOKENS)
+                for token in cutlass.range(tidx // 32, end, 4 * GROUPS, unroll=1):
+                    self.finish_features(blocks, tile, first, token, sSum, ends, scales)
+                self.sync_groups()
+
+    @cute.jit
+    def finish_features(
+        self,
+        blocks: Int32,
+        tile: Tile,
+        first: cutlass.Constexpr,
+        token: Int32,
+        sSum: cute.Tensor,
+        ends: Ends,
+        scales: Scales,
+    ):
+        """Store the 128 features of a token with one scale: lane l has feature l of each block of 32."""
+        lane, row, width = cute.arch.lane_idx(), tile.row + first + token, ends.out.shape[1]
+        low, high = self.places()
+        values, amax = cute.make_rmem_tensor(TILE_BLOCKS, Float32), Float32(0.0)
+        for block in cutlass.range_constexpr(TILE_BLOCKS):
+            gate, up = sSum[low, token, block] * scales.low, sSum[high, token, block] * scales.high
+            values[block] = self.activate(gate, up, ends.limit)
+            if cutlass.const_expr(self.routed):
+                values[block] = values[block] * ends.routing[row]
+            if tile.feature * TILE_BLOCKS + block < blocks:
+                amax = cute.arch.fmax(amax, convert.magnitude(values[block]), nan=True)
+        for i in cutlass.range_constexpr(5):
+            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << i), nan=True)
+        code, inverse = convert.to_ue8m0(amax, convert.E4M3_MAX)
+        for block in cutlass.range_constexpr(TILE_BLOCKS):
+            column = tile.feature * TILE_BLOCKS + block
+            if column < blocks:
+                ends.out[row, column * HALF + lane] = cutlass.Uint8(convert.to_e4m3(values[block] * inverse))
+        if lane < TILE_BLOCKS and tile.feature * TILE_BLOCKS + lane < blocks:
+            at = row // 128 * cute.ceil_div(width, 128) + tile.feature
+            ends.scales[at, row % 32 * 16 + row % 128 // 32 * 4 + lane] = cutlass.Uint8(code)
+
+    def sync_groups(self) -> None:
+        """Wait for both consumer warpgroups: sums are there, or have been read."""
+        cute.arch.barrier(barrier_id=REDUCE, number_of_threads=128 * GROUPS)
+
+
+def table(halves: Int32, block: int) -> tuple[Int32, Int32]:
+    """Make the table of a block of four codes of 0.5: what 0, 0.5, 1, 1.5 are, and 2, 3, 4, 6."""
+    code = pure(f"prmt.b32 $0, $1, 0, {0x1111 * block:#x};", halves)
+    low = pure("{ .reg .b32 a; and.b32 a, $1, 0xFFFFFF00; add.u32 $0, a, 0x0C080000; }", code)
+    return low, pure("add.u32 $0, $1, 0x1C181410;", code)
