@@ -1,4 +1,4 @@
-"""Helper modules of these tests (tc_*.py, ../launching.py) are imported by name; no module leaves programs behind."""
+"""Helper modules of these tests (tc_*.py, ../launching.py) are imported by name; no program outlives its module."""
 
 import gc
 import pathlib
