@@ -105,6 +105,7 @@ class Warp:
         spins: slices it used up while divergent.
         words: CONTEXT as 32-bit words; indices are MASK, PC, ... of this module. longs: as 64-bit words.
         kept: what services keep from one execution of an instruction to the next, by its index.
+        wgmma: state of the unit of that name, None before its first instruction.
         memory: the register file as bytes; predicates: as 32-bit words. Both are quicker than numpy for single values.
     """
 
@@ -123,6 +124,7 @@ class Warp:
         self.exited = False
         self.spins = 0
         self.kept: dict[int, Any] = {}
+        self.wgmma: Any = None
         self.memory = memoryview(regs)
         self.predicates = self.memory.cast("I")
         self._views: dict[tuple[int, str], np.ndarray] = {}

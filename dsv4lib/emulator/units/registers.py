@@ -18,17 +18,19 @@ from dsv4lib.emulator.ptx.ir import Instr, Operand, Reg, Sink
 ROW_BYTES = 4 * LANES
 _HALF = 64  # registers are 64-byte aligned
 
-# (instruction, program, where) by identity of the instruction, of its first register, and by count.
-_known: dict[tuple[int, int, int], tuple[Instr, object, slice | np.ndarray | None]] = {}
-_LIMIT = 1 << 14
+# What a program keeps: (instruction, where) by identity of the instruction, of its first register, and by count.
+_KEPT = "rows of registers"
+Known = dict[tuple[int, int, int], tuple[Instr, slice | np.ndarray | None]]
 
 
 def _rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> slice | np.ndarray | None:
     """Where the registers are: a slice of bytes, 64-byte row numbers int64[2 n], or None if some are no registers."""
+    kept = warp.program.kept
+    known: Known = kept[_KEPT] if _KEPT in kept else kept.setdefault(_KEPT, {})
     key = (id(instr), id(items[0]), len(items))
-    found = _known.get(key)
-    if found is not None and found[0] is instr and found[1] is warp.program:
-        return found[2]
+    found = known.get(key)
+    if found is not None and found[0] is instr:
+        return found[1]
     where: slice | np.ndarray | None = None
     if all(isinstance(item, Reg) for item in items):
         if any(warp.program.bits[item.index] != 32 for item in items):
@@ -38,9 +40,7 @@ def _rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> slice | np.ndar
             where = slice(int(offsets[0]), int(offsets[0]) + ROW_BYTES * len(items))
         else:
             where = (offsets[:, None] // _HALF + np.arange(2)).reshape(-1)
-    if len(_known) >= _LIMIT:
-        _known.clear()
-    _known[key] = (instr, warp.program, where)
+    known[key] = instr, where
     return where
 
 

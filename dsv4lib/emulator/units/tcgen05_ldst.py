@@ -106,7 +106,7 @@ class _Plan:
     label: str
 
 
-_plans: dict[int, _Plan] = {}
+_KEPT = "tcgen05.ld and .st"  # what a program keeps: plans by the identity of the instruction
 
 
 def _plan(
@@ -123,7 +123,8 @@ def _plan(
     Raises:
         EmulatorError: registers, repetition or half-split offset do not fit the shape.
     """
-    known = _plans.get(id(instr))
+    plans: dict[int, _Plan] = warp.program.kept.setdefault(_KEPT, {})
+    known = plans.get(id(instr))
     if known is not None and known.instr is instr:
         return known
     shape, num, what = form.get("shape"), form.get("num"), f"tcgen05.{what}"
@@ -142,9 +143,7 @@ def _plan(
     label = f"{what.removeprefix('tcgen05.')} {shape}"
     waits = what != "tcgen05.st" and has_wait(warp, instr, items)
     plan = _Plan(instr, what, shape, items, registers, cells, columns, form.has("pack"), waits, label)
-    if len(_plans) > 1 << 14:
-        _plans.clear()
-    _plans[id(instr)] = plan
+    plans[id(instr)] = plan
     return plan
 
 

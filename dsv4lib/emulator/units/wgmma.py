@@ -19,7 +19,6 @@ Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instru
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -96,15 +95,11 @@ class State:
     accumulators: dict[tuple[int, int, int], Accumulator] = field(default_factory=dict)
 
 
-_states: weakref.WeakKeyDictionary[Warp, State] = weakref.WeakKeyDictionary()
-
-
 def state_of(warp: Warp) -> State:
     """The warp's wgmma state."""
-    found = _states.get(warp)
-    if found is None:
-        found = _states[warp] = State()
-    return found
+    if warp.wgmma is None:
+        warp.wgmma = State()
+    return warp.wgmma
 
 
 @dataclass
