@@ -25,6 +25,8 @@ from dsv4lib.ops.indexer_q.op import IndexerQueries, indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 from dsv4lib.ops.kv_append.op import kv_append
 from dsv4lib.ops.kv_gather.op import kv_gather
+from dsv4lib.ops.mla_decode.inputs import case as latent_case
+from dsv4lib.ops.mla_decode.op import MlaOutput, mla_decode
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
@@ -50,7 +52,7 @@ NAMES = set("entries_first entries_count index window_first window_count groups 
 NAMES |= set(
     "positions requests slots_indices indices row_of experts hashed_tokens lengths rows offsets counts".split()
 )
-NAMES |= {"visible_requests", "visible_lengths", "tokens"}
+NAMES |= {"visible_requests", "visible_lengths", "tokens", "seq_lens"}
 # The offsets and counts of its groups come from `moe_dispatch` and are never negative: rows there are not a batch's.
 EXEMPT = {"moe_gemm": {"offsets", "counts"}}
 CASES = {}
@@ -447,6 +449,28 @@ def attention_to_4_bits(backend):
 @covers("turbo4_decode", "lengths")
 def attention_to_4_bits_in_splits(backend):
     return attend_to_4_bits(backend, 2)
+
+
+def attend_to_latents(backend, splits):
+    """Requests of no length: their tables name no page, their queries are NaN; so are unused (ends of) pages."""
+    one = latent_case([20, 150], 4, 16, past=NOWHERE)
+    options = {"num_kv_splits": splits, "backend": backend}
+    wanted = mla_decode(*one, **options)
+    out = MlaOutput(torch.full((T, 4, 512), NAN).bfloat16(), torch.full((T, 4), NAN))
+    queries = spread(one.q_nope, NAN), spread(one.q_pe, NAN)
+    given = *queries, one.kv_cache, spread(one.seq_lens, *LENGTHS), spread(one.page_table, NOWHERE)
+    mla_decode(*given, **options, out=out.out, lse=out.lse)
+    return (out.out, spread(wanted.out, 0.0)), (out.lse, spread(wanted.lse, -float("inf")))
+
+
+@covers("mla_decode", "seq_lens")
+def attention_to_latents(backend):
+    return attend_to_latents(backend, 1)
+
+
+@covers("mla_decode", "seq_lens")
+def attention_to_latents_in_splits(backend):
+    return attend_to_latents(backend, 2)
 
 
 @covers("embedding", "tokens")
