@@ -71,9 +71,7 @@ def rows_of_k(address: Int32, chunk_bytes: int) -> Int64:
     return asm(text, [Int64], [address], pure=True)
 
 
-def accumulate(
-    sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bool = True, kind: str = "bf16"
-) -> list:
+def accumulate(sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bool = True, kind: str = "bf16") -> list:
     """Issue MMAs of 16 bits that add to their sums.
 
     Args:

@@ -151,11 +151,8 @@ class Attend(Load):
     def scores(self, ring: Ring, group: Int32, number: Int32) -> list:
         """S = Q K^T of a tile, in flight. First the chunks that arrive first (`load`)."""
         parity = number // STAGES % 2
-        first, second = group * HALF_CHUNKS, (1 - group) * HALF_CHUNKS
-        chunks = [first + i for i in range(HALF_CHUNKS)] + [second + i for i in range(HALF_CHUNKS)]
-        chunks.append(Int32(ROPE_CHUNK))
         s = None
-        for chunk in chunks:
+        for chunk in self.chunks(group):
             cute.arch.mbarrier_wait(ring.full + (group * CHUNKS + chunk), parity)
             q = wgmma.operand(ring.q + chunk * CHUNK_BYTES)
             k = wgmma.operand(ring.tiles + group * STAGE_BYTES + chunk * CHUNK_BYTES)
@@ -166,6 +163,12 @@ class Attend(Load):
                 s = wgmma.accumulate_shared(s, q, k, QK_STEPS, self.dtype, rows_are_k=False)
         wgmma.commit()
         return s
+
+    def chunks(self, group: Int32) -> list:
+        """List the chunks of a tile as they arrive."""
+        first, second = group * HALF_CHUNKS, (1 - group) * HALF_CHUNKS
+        halves = [first + i for i in range(HALF_CHUNKS)] + [second + i for i in range(HALF_CHUNKS)]
+        return [*halves, Int32(ROPE_CHUNK)]
 
     @cute.jit
     def follow(self, ring: Ring, place: Place, sMax: cute.Tensor, state: State, number: Int32):
@@ -296,9 +299,7 @@ class Attend(Load):
             cute.arch.mbarrier_arrive(ring.weighed + place.group)
 
     @cute.jit
-    def finish(
-        self, outputs: Outputs, work: Work, place: Place, sOut: Int32, sSum: cute.Tensor, state: State
-    ):
+    def finish(self, outputs: Outputs, work: Work, place: Place, sOut: Int32, sSum: cute.Tensor, state: State):
         """Normalise and store O and LSE; zeros and -inf without tokens.
 
         Rows of O meet where Q was, from both warpgroups, and leave in one copy each.

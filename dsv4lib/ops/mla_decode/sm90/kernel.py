@@ -161,9 +161,7 @@ class MlaDecode(Attend):
             self.attend(work, ring, sMax, Outputs(mO, mLse), scale_log2)
 
     @cute.jit
-    def work(
-        self, mLens: cute.Tensor, mTable: cute.Tensor, request: Int32, block: Int32, split: Int32, splits: Int32
-    ):
+    def work(self, mLens: cute.Tensor, mTable: cute.Tensor, request: Int32, block: Int32, split: Int32, splits: Int32):
         """Find the CTA's tiles: splits have equally many, but for the last ones."""
         length = cutlass.min(mLens[request], mTable.shape[1] * self.page)
         tiles = cutlass.max(cute.ceil_div(length, TILE_N), 0)
