@@ -1,6 +1,6 @@
 """MLA decode on Hopper over a paged cache of 576 dimensions. 64 heads of a request a CTA.
 
-    s_j = scale * (q_nope . c_j + q_pe . r_j)        o = sum_j e^{s_j} c_j / sum_j e^{s_j}        cache row j = (c_j, r_j)
+    s_j = scale * (q_nope . c_j + q_pe . r_j)        o = sum_j e^{s_j} c_j / sum_j e^{s_j}        row j: (c_j, r_j)
 
 Tile picture (`budget` computes the numbers)
 
