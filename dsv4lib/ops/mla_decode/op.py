@@ -24,6 +24,7 @@ from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.ops.common import launching, plans
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
+from dsv4lib.ops.mla_decode.sm90 import launch as hopper
 from dsv4lib.ops.mla_decode.splits import (
     PAGES,
     SM_COUNT,
@@ -33,7 +34,7 @@ from dsv4lib.ops.mla_decode.splits import (
     workspace_bytes,
 )
 
-ARCHS = ("sm_100a", "sm_103a")
+ARCHS = ("sm_100a", "sm_103a", *hopper.ARCHS)
 LATENT, ROPE = 512, 64  # dims of an entry: values, and rotated dims of keys
 ENTRY = LATENT + ROPE
 MOST_HEADS = 128
@@ -256,6 +257,9 @@ class Call(NamedTuple):
             self._launch(backend)
 
     def _launch(self, backend: str) -> None:
+        if launching.arch(backend, ARCHS) in hopper.ARCHS:
+            hopper.launch(backend, self)
+            return
         raise BackendUnavailable("no kernel yet")
 
     def splits_on(self, sm_count: int) -> int:
