@@ -28,7 +28,9 @@ from dsv4lib.layers.mla.config import MLAConfig
 from dsv4lib.layers.mla.extend import RowsOfDecode
 from dsv4lib.layers.mla.metadata import MetadataPool, MLADecodeMetadata, make, width_of
 from dsv4lib.layers.mla.pool import MLAPool
-from dsv4lib.ops.mla_decode.op import E4M3, mla_decode
+from dsv4lib.ops.common import launching
+from dsv4lib.ops.mla_decode.op import ARCHS, E4M3, mla_decode
+from dsv4lib.ops.mla_decode.sm90 import launch as hopper
 from dsv4lib.ops.mla_decode.splits import current_sm_count, num_kv_splits_by_clusters
 from dsv4lib.ops.mla_page_table.op import mla_page_table
 
@@ -282,8 +284,12 @@ class MLABackend:
         """Say in a line what a launch is given: shapes, splits, workspace."""
         batch, width = metadata.block_kv_indices.shape
         tokens = width * self.config.page_size
-        splits = num_kv_splits_by_clusters(tokens, batch, current_sm_count(), self.config.num_kv_splits)
+        sms, splits, heads = current_sm_count(), self.config.num_kv_splits, layer.tp_q_head_num
+        if splits < 1 and launching.arch(self.backend, ARCHS) in hopper.ARCHS:
+            splits = hopper.choose_splits(batch, heads, tokens, sms)
+        elif splits < 1:
+            splits = num_kv_splits_by_clusters(tokens, batch, sms)
         space = 0 if metadata.workspace is None else metadata.workspace.nbytes
-        sizes = f"B {batch} H {layer.tp_q_head_num} tokens <= {tokens} page {self.config.page_size}"
+        sizes = f"B {batch} H {heads} tokens <= {tokens} page {self.config.page_size}"
         types = f"q {self.config.dtype} kv {self.config.cache_dtype}"
         return f"mla_decode layer {layer.layer_id}: {sizes} {types} splits {splits} workspace {space}"

@@ -65,7 +65,7 @@ class MLAConfig:
     def __post_init__(self) -> None:
         if self.v_head_dim == NOPE:
             raise ConfigError(
-                "v_head_dim", NOPE, f"{LATENT}: of absorbed attention; W_UV makes {NOPE} of it afterwards"
+                "v_head_dim", NOPE, f"{LATENT}, of absorbed attention; W_UV makes {NOPE} of it later"
             )
         for name, size in (("kv_lora_rank", LATENT), ("qk_nope_head_dim", NOPE), ("qk_rope_head_dim", ROPE)):
             if getattr(self, name) != size:
@@ -120,7 +120,7 @@ class MLAConfig:
     @property
     def sm_scale(self) -> float:
         """Scale of logits: that of heads before absorption."""
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return 1 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
 
     @property
     def pack(self) -> int:

@@ -158,6 +158,17 @@ def test_metadata_in_the_emulator():
     assert torch.equal(found.block_kv_indices, want.block_kv_indices) and found.seq_lens.tolist() == [31, 101, 1, 1]
 
 
+def test_a_step_in_the_emulator():
+    """A decode step on the Hopper kernel, and what is traced of it."""
+    server = Server([40, 70], backend="emulator", layers=1)
+    with backends.emulating("sm_90a"):
+        batch = server.step([1, 0])
+        server.mla.init_forward_metadata(batch)
+        found, want = run(server, batch)
+        assert "splits" in server.mla.describe(server.mla.forward_metadata, server.config.layer(0))
+    assert close(found, want)
+
+
 def test_misaligned_requests_are_named_in_debug_mode():
     server = Server([100, 40], check=True)
     server.slots[1, :40] = torch.arange(14, 54)
