@@ -57,7 +57,7 @@ def wait_for(sums: list, groups: int = 0) -> list:
 
 def operand(address: Int32) -> Int64:
     """Make the descriptor of A or B. Rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
-    text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
+    text = f"{{ .reg .b32 a; .reg .b64 b; bfe.u32 a, $1, 4, 14; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
 
 
@@ -67,7 +67,7 @@ def rows_of_k(address: Int32, chunk_bytes: int) -> Int64:
     The next 64 of N are ``chunk_bytes`` further.
     """
     fields = 1 << 62 | 1024 // 16 << 32 | chunk_bytes // 16 << 16
-    text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {fields:#x}; }}"
+    text = f"{{ .reg .b32 a; .reg .b64 b; bfe.u32 a, $1, 4, 14; cvt.u64.u32 b, a; or.b64 $0, b, {fields:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
 
 

@@ -76,10 +76,12 @@ def run(
     splits: int | None = None,
     scale: float = SM_SCALE,
     native: bool = False,
+    cluster: int | None = None,
     **device: Any,
 ) -> Outcome:
     """Run the kernel, of ``splits`` what they add up to."""
     options = {"dtype": NAMES[one.q_nope.dtype], "page": one.kv_cache.shape[1], "partial": splits is not None}
+    options["cluster"] = cluster or 1 + (one.q_nope.shape[1] > 64)
     if kind is MlaDecode:
         kernel, code = built(kind, fake_args, ARCH, **options)
     else:

@@ -134,6 +134,7 @@ class Attend(Load):
         left = work.length - (work.first + number) * TILE_N
         acc_scale = self.weigh(place, state, rS, left, scale_log2)
         words = self.words(rS)
+        self.sync_group(place)  # S is there in all warps: the RoPE chunk, and V of no token, are read no more
         self.publish(ring, place, sMax, state, words)
         if cutlass.const_expr(follows):
             self.keep(state, wgmma.wait_for(sums))
@@ -204,10 +205,15 @@ class Attend(Load):
 
     @cute.jit
     def release(self, ring: Ring, place: Place, stage: Int32):
-        """Hand this warpgroup's half of a stage back."""
+        """Hand this warpgroup's half of a stage back, to all CTAs that load to it."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ring.empty + (stage * 2 + place.group))
+            self.arrive_empty(ring.empty + (stage * 2 + place.group))
+
+    def arrive_empty(self, barrier: cute.Pointer) -> None:
+        """Arrive at a barrier, in a cluster at that of each CTA."""
+        for rank in range(self.cluster):
+            cute.arch.mbarrier_arrive(barrier, rank if self.cluster > 1 else None)
 
     @cute.jit
     def clear_tail(self, work: Work, ring: Ring, place: Place, number: Int32):
@@ -223,7 +229,11 @@ class Attend(Load):
                 at = base + piece // pieces * CHUNK_BYTES + row * ROW_BYTES + piece % pieces * PIECE
                 asm("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", [], [at, Int32(0)])
             self.visible_to_mma()
-            cute.arch.barrier(barrier_id=GROUP_READY + place.group, number_of_threads=WARPGROUP)
+            self.sync_group(place)
+
+    def sync_group(self, place: Place) -> None:
+        """Wait for this warpgroup."""
+        cute.arch.barrier(barrier_id=GROUP_READY + place.group, number_of_threads=WARPGROUP)
 
     def visible_to_mma(self) -> None:
         """Make this thread's stores visible to the tensor core and to copies, which read through another proxy."""

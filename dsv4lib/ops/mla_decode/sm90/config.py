@@ -25,6 +25,7 @@ MATH_REGISTERS, PRODUCER_REGISTERS = 240, 24
 REGISTERS = 504  # of three warpgroups at the start, 168 each: setmaxnreg gives out no more than the launch took
 DIMS = V_DIM // 2  # of O that a math warpgroup has
 HALF_CHUNKS = DIMS // CHUNK
+CLUSTERS = (1, 2)
 PAGES = (16, 32, 64, 128)
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 BARRIERS = STAGES * (CHUNKS + 2 + 1) + 1  # full of chunks, empty of halves, P of a stage; Q
@@ -38,22 +39,26 @@ class Config:
         dtype: of Q, cache and O, "bf16" or "fp16".
         page: tokens of a page, one of `PAGES`.
         partial: split the tokens over the grid and write fp32 O and LSE of each split.
+        cluster: CTAs that share the tiles of a request, each for 64 heads of its 65 to 128; 1: none do.
 
     Raises:
         ConfigError: a value that is not one of these.
     """
 
-    def __init__(self, dtype: str = "bf16", page: int = 64, partial: bool = False):
+    def __init__(self, dtype: str = "bf16", page: int = 64, partial: bool = False, cluster: int = 1):
         if dtype not in ELEMENTS:
             raise ConfigError("dtype", dtype, "one of " + ", ".join(ELEMENTS))
         if page not in PAGES:
             raise ConfigError("page", page, "one of " + ", ".join(map(str, PAGES)))
+        if cluster not in CLUSTERS:
+            raise ConfigError("cluster", cluster, "1 or 2")
         self.dtype, self.element, self.page, self.partial = dtype, ELEMENTS[dtype], page, partial
+        self.cluster = cluster
         self.box = min(page, TILE_N)  # tokens of a TMA box
         self.boxes = TILE_N // self.box  # of a chunk
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        return f"{type(self).__name__}({self.dtype}, {self.page}{', partial' * self.partial})"
+        return f"{type(self).__name__}({self.dtype}, {self.page}, {self.cluster}{', partial' * self.partial})"
 
     def budget(self) -> list[BudgetRow]:
         """Compute shared memory, registers and threads of one CTA."""

@@ -57,7 +57,7 @@ def splits_of(call: Any, sms: int) -> int:
 
 def settings_of(call: Any) -> dict[str, Any]:
     """Make options of the kernel, unsplit."""
-    return {"dtype": DTYPES[call.q_nope.dtype], "page": call.page_size}
+    return {"dtype": DTYPES[call.q_nope.dtype], "page": call.page_size, "cluster": 1 + (call.q_nope.shape[1] > TILE_M)}
 
 
 def launch(name: str, call: Any) -> None:
