@@ -94,20 +94,24 @@ class Mma(Plan):
                 if tile > 0:
                     p.consumer_wait(p_state)
                     umma.fence_after_thread_sync()
+                    block_state = o_state.clone()
                     # O += P @ V, a block of dims at a time
                     for block in cutlass.range_constexpr(BLOCKS):
                         if tile == 1:
-                            o.producer_acquire(o_state)
+                            o.producer_acquire(block_state)
                             umma.fence_after_thread_sync()
                         stage = shared.kv + kv_release_state.index * self.stage_bytes
                         self.mma_pv(base + block * (BLOCK // 2), shared.p, stage, tile > 1)
                         kv.consumer_release(kv_release_state)
                         kv_release_state.advance()
                         if tile == tiles:
-                            o.producer_commit(o_state)
-                        o_state.advance()
+                            o.producer_commit(block_state)
+                        block_state.advance()
                     p.consumer_release(p_state)
                     p_state.advance()
+            if tiles > 0:
+                for _ in cutlass.range_constexpr(BLOCKS):
+                    o_state.advance()
 
     @cute.jit
     def signal_keys(self, s: pipeline.PipelineUmmaAsync, s_state: pipeline.PipelineState):

@@ -140,7 +140,7 @@ class Softmax(Plan):
             umma.fence_after_thread_sync()
             if cute.arch.vote_any_sync(changed):
                 if tile > work.first:
-                    rescale(address, self.s_column, tidx, acc_scale)
+                    self.rescale_o(address, tidx, acc_scale)
             if left < TILE:
                 self.clear_past_end(tensors.shared.kv, done, left, tidx)
             self.store_p(rP, pieces)
@@ -150,6 +150,11 @@ class Softmax(Plan):
             p_state.advance()
             done += 1
         return row_max, row_sum, s_state, p_state, done
+
+    @cute.jit
+    def rescale_o(self, address: cute.Pointer, tidx: Int32, acc_scale: Float32):
+        """Rescale O *= acc_scale: half a head's dims a thread."""
+        rescale(address, self.s_column, tidx, acc_scale)
 
     @cute.jit
     def mask(self, rS: cute.Tensor, left: Int32):
@@ -209,6 +214,11 @@ class Softmax(Plan):
         for i, piece in enumerate(pieces):
             place = cute.make_ptr(rP.element_type, piece, cute.AddressSpace.smem, assumed_align=PIECE)
             cute.autovec_copy(rP[None, i], cute.make_tensor(place, rP.shape[0]))
+        self.publish_p()
+
+    @cute.jit
+    def publish_p(self):
+        """Let the tensor core see what this thread stored."""
         cute.arch.fence_view_async_shared()
         umma.fence_before_thread_sync()
 

@@ -93,9 +93,8 @@ class Plan(Config):
             each = cute.ceil_div(cute.ceil_div(tokens, splits.TILE), num_splits) * splits.TILE
             first = cutlass.min(split * each, tokens)
             stop = cutlass.min(first + each, tokens)
-        # of a split without tokens: no tiles
-        first = cutlass.select_(first < stop, first, Int32(0))
-        stop = cutlass.select_(first < stop, stop, Int32(0))
+        some = first < stop  # else no tiles
+        first, stop = cutlass.select_(some, first, Int32(0)), cutlass.select_(some, stop, Int32(0))
         return first, stop
 
     @cute.jit
