@@ -64,9 +64,7 @@ class MLAConfig:
 
     def __post_init__(self) -> None:
         if self.v_head_dim == NOPE:
-            raise ConfigError(
-                "v_head_dim", NOPE, f"{LATENT}, of absorbed attention; W_UV makes {NOPE} of it later"
-            )
+            raise ConfigError("v_head_dim", NOPE, f"{LATENT}, of absorbed attention; W_UV makes {NOPE} of it later")
         for name, size in (("kv_lora_rank", LATENT), ("qk_nope_head_dim", NOPE), ("qk_rope_head_dim", ROPE)):
             if getattr(self, name) != size:
                 raise ConfigError(name, getattr(self, name), f"{size}, as the kernels have it")

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from dsv4lib import backends
 from dsv4lib.check import Comparison, compare
+from dsv4lib.ops.mla_decode import faults as decode_faults
+from dsv4lib.ops.mla_decode import launch as blackwell
 from dsv4lib.ops.mla_decode import op as decode_op
 from dsv4lib.ops.mla_decode.inputs import Case, case
-from dsv4lib.ops.mla_decode.sm90 import faults as hopper_faults
-from dsv4lib.ops.mla_decode.sm90 import launch as hopper
-from dsv4lib.ops.mla_decode.sm90.kernel import MlaDecode
+from dsv4lib.ops.mla_decode.sm100 import MlaDecode
 from dsv4lib.ops.mla_decode.splits import pad_page_table
 from dsv4lib.ops.mla_page_table import op as table_op
 from dsv4lib.ops.mla_page_table.faults import FAULTS as TABLE_FAULTS
@@ -22,8 +22,11 @@ from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.mla.page_table import slots_of, text_example
 from dsv4lib.reference import mla_decode as oracle
 
-ARCH = "sm_90a"  # that is emulated
-DECODE_FAULTS = {name: hopper_faults.FAULTS[name] for name in ("NoRope", "FirstPageAlone", "TailCounts")}
+ARCH = "sm_100a"  # that is emulated
+DECODE_FAULTS = {
+    name: decode_faults.FAULTS[name]
+    for name in ("NaturalExponent", "NoRotatedKeys", "EveryTokenCounts", "AlwaysOverwrites", "ColumnOfTile")
+}
 OWN_FAULTS = "TextsReduction", "TextsSplits", "StaleTable", "KeysNotStored"  # of this page: `combined`, `splits`, ..
 PAGE_OF_TABLES = 16
 TOKENS = 60, 33, 1, 77  # of the requests of `tables`
@@ -129,7 +132,7 @@ def attend(one: Case, backend: str, splits: int = 1, fault: str = "none") -> Att
         hazards = injected.run(
             backend,
             lambda: found.extend(decode_op.mla_decode(*given, num_kv_splits=splits, backend=backend)),
-            (hopper, "MlaDecode", DECODE_FAULTS.get(fault, MlaDecode)),
+            (blackwell, "MlaDecode", DECODE_FAULTS.get(fault, MlaDecode)),
         )
     out, lse = (x.cpu() for x in found)
     want = oracle.mla_decode(*one, decode_op.SM_SCALE)
