@@ -87,7 +87,7 @@ class MLAPool:
         self._store(self.rows[layer.layer_id], where, self._flat("cache_k", cache_k, len(loc), ENTRY))
 
     def _where(self, loc: Tensor) -> Tensor:
-        """Return rows of slots; of a negative one, and on a GPU of one past the pool, the row that nobody reads."""
+        """Return rows of slots; of a negative one, and on a GPU of one past the pool, the row that no kernel reads."""
         if loc.device.type == "cpu" and bool((loc >= self.tokens).any()):
             raise ArgumentError("loc", loc[loc >= self.tokens].tolist()[:8], f"negative or 0..{self.tokens - 1}")
         loc = loc.long()

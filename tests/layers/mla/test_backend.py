@@ -330,7 +330,7 @@ def test_graph_pool():
 
 
 class Spy:
-    """A delegate that notes what it is asked."""
+    """A delegate that notes which of its methods are called."""
 
     def __init__(self):
         self.asked = []
