@@ -63,7 +63,8 @@ class Config:
         self.boxes = TILE_N // self.box  # of a chunk
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        return f"{type(self).__name__}({self.dtype}, {self.page}, {self.cluster}, {self.order}{', partial' * self.partial})"
+        options = [self.dtype, self.page, self.cluster, self.order, *["partial"] * self.partial]
+        return f"{type(self).__name__}({', '.join(map(str, options))})"
 
     def budget(self) -> list[BudgetRow]:
         """Compute shared memory, registers and threads of one CTA."""
