@@ -56,7 +56,9 @@ def case(
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-max(length, 0) // page_size) for length in lengths]
     count = sum(pages) + 2  # two that no request has
-    order = torch.randperm(count, generator=generator) if shuffled else torch.arange(count)
+    order = torch.arange(count)
+    if shuffled:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     cache = torch.full((count, page_size, ENTRY), float("nan"))
     table = torch.full((len(lengths), max(1, *pages)), past, dtype=torch.int32)
     first = 0

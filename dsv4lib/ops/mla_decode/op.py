@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from dsv4lib import backends
-from dsv4lib.errors import ArgumentError, BackendUnavailable
+from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching, plans
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
+from dsv4lib.ops.mla_decode import launch as blackwell
+from dsv4lib.ops.mla_decode.config import LATENT, ROPE
 from dsv4lib.ops.mla_decode.sm90 import launch as hopper
 from dsv4lib.ops.mla_decode.splits import (
     PAGES,
@@ -34,11 +36,10 @@ from dsv4lib.ops.mla_decode.splits import (
     workspace_bytes,
 )
 
-ARCHS = ("sm_100a", "sm_103a", *hopper.ARCHS)
-LATENT, ROPE = 512, 64  # dims of an entry: values, and rotated dims of keys
+ARCHS = (*blackwell.ARCHS, *hopper.ARCHS)
 ENTRY = LATENT + ROPE
 MOST_HEADS = 128
-MOST_TOKENS = (1 << 31) - (1 << 13)  # that 32 bits count, and tiles and splits past the last
+MOST_TOKENS = 1 << 30  # of a request: 32 bits count them, and tiles and splits past the last
 SM_SCALE = 1 / math.sqrt(128 + 64)  # of DeepSeek's heads before W_UK is absorbed: 128 dims and 64 rotated ones
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CACHE_DTYPES = {BF16: (BF16, E4M3), FP16: (FP16,), E4M3: (E4M3,)}  # by that of queries
@@ -254,13 +255,8 @@ class Call(NamedTuple):
         elif backend == "reference":
             self._reference()
         else:
-            self._launch(backend)
-
-    def _launch(self, backend: str) -> None:
-        if launching.arch(backend, ARCHS) in hopper.ARCHS:
-            hopper.launch(backend, self)
-            return
-        raise BackendUnavailable("no kernel yet")
+            kernels = hopper if launching.arch(backend, ARCHS) in hopper.ARCHS else blackwell
+            kernels.launch(backend, self)
 
     def splits_on(self, sm_count: int) -> int:
         """Choose the splits of this call on a GPU of so many SMs, and check that the workspace holds them."""

@@ -180,7 +180,10 @@ def bad_arguments():
     wide = torch.zeros(2, 4, 1032).bfloat16()
     q8, table = one.q_nope.to(E4M3), one.page_table
     many = torch.zeros(2, 129, 576).bfloat16()
-    long = {"kv_cache": torch.zeros(1, 128, 576).bfloat16(), "page_table": torch.empty(2, 1 << 24, dtype=torch.int32)}
+    long = {
+        "kv_cache": torch.zeros(1, 128, 576).bfloat16(),
+        "page_table": torch.empty(2, (1 << 23) + 1, dtype=torch.int32),
+    }
     return (
         # ---- the conditions of the published op
         ("q_nope.shape", {"q_nope": one.q_nope[0]}),

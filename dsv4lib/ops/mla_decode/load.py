@@ -1,0 +1,156 @@
+"""Load queries and tiles of the cache to shared memory, by one warp.
+
+Pages are boxes of TMA: 64 tokens of 128 bytes of dims, or as many as a page has; lane l has the l-th page of a tile.
+Pages past a request's length are not read from the page table: their boxes lie outside of the cache, so zeros arrive.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from dsv4lib.dsl import boxes, pipelines
+from dsv4lib.ops.mla_decode.config import BLOCK, BLOCKS, CHUNK_BYTES, HEADS, LATENT, PE_STAGES, ROPE, ROW, TILE
+from dsv4lib.ops.mla_decode.work import Items, Plan, Requests, Work
+
+
+class Sources(NamedTuple):
+    """TMA descriptors: queries in boxes of 64 heads; latents and rotated keys in boxes of a page's tokens."""
+
+    q_nope: cute.CopyAtom
+    q_pe: cute.CopyAtom
+    latents: cute.CopyAtom
+    pe: cute.CopyAtom
+
+
+class Rings(NamedTuple):
+    """Pipelines of the load warp: queries of an item, latents (a block of dims a stage), rotated keys of a tile."""
+
+    q: pipeline.PipelineTmaUmma
+    kv: pipeline.PipelineTmaUmma
+    pe: pipeline.PipelineTmaUmma
+
+
+class Addresses(NamedTuple):
+    """Where shared memory holds queries, the ring of latents, that of rotated keys, and P."""
+
+    q: Int32
+    kv: Int32
+    pe: Int32
+    p: Int32
+
+
+class Load(Plan):
+    """The load warp: keys and values are the same tile."""
+
+    def sources(self, mQNope: cute.Tensor, mQPe: cute.Tensor, mCache: cute.Tensor) -> Sources:
+        """Make TMA descriptors, on the host."""
+        queries = [self.outwards(x) for x in (mQNope, mQPe)]
+        cache = self.outwards(mCache)
+        return Sources(
+            boxes.box_atom(queries[0], (self.chunk, HEADS, 1)),
+            boxes.box_atom(queries[1], (ROPE, HEADS, 1)),
+            boxes.box_atom(cache, (self.chunk, self.box_tokens, 1)),
+            boxes.box_atom(cache, (ROPE, self.box_tokens, 1)),
+        )
+
+    def outwards(self, x: cute.Tensor) -> cute.Tensor:
+        """Order the modes of a row-major tensor [I, J, K] from the contiguous one outwards."""
+        (i, j, k), (of_i, of_j, _) = x.shape, x.stride
+        return cute.make_tensor(x.iterator, cute.make_layout((k, j, i), stride=(1, of_j, of_i)))
+
+    @cute.jit
+    def prefetch_maps(self, sources: Sources):
+        """Fetch the tensor maps, which are parameters of this launch."""
+        for atom in sources:
+            cpasync.prefetch_descriptor(atom)
+
+    def load_rings(self, q: cute.Pointer, kv: cute.Pointer, pe: cute.Pointer) -> Rings:
+        """Make the pipelines; each argument points to the mbarriers of one."""
+        return Rings(
+            pipelines.tma_to_umma(1, self.q_bytes, q),
+            pipelines.tma_to_umma(self.kv_stages, self.stage_bytes, kv),
+            pipelines.tma_to_umma(PE_STAGES, self.pe_bytes, pe),
+        )
+
+    @cute.jit
+    def load(self, requests: Requests, items: Items, sources: Sources, shared: Addresses, rings: Rings):
+        """Run the load warp: queries of an item, then its tiles; of a tile the rotated keys, then its latents."""
+        q, kv, pe = rings
+        cute.arch.griddepcontrol_wait()
+        producer = pipeline.PipelineUserType.Producer
+        q_state = pipeline.make_pipeline_state(producer, 1)
+        kv_state = pipeline.make_pipeline_state(producer, self.kv_stages)
+        pe_state = pipeline.make_pipeline_state(producer, PE_STAGES)
+        for item in cutlass.range(items.first, items.end, items.step, unroll=1):
+            work = self.work(requests, items, item)
+            if work.end > work.first:
+                q.producer_acquire(q_state)
+                self.load_q(sources, work, shared.q, q.producer_get_barrier(q_state))
+                q_state.advance()
+            page = self.page_of(requests, work, work.first)
+            for tile in cutlass.range(work.first, work.end, unroll=1):
+                page_after = self.page_of(requests, work, tile + 1)  # asked for a tile ahead
+                pe.producer_acquire(pe_state)
+                keys = shared.pe + pe_state.index * self.pe_bytes
+                self.load_rows(sources.pe, keys, pe.producer_get_barrier(pe_state), Int32(LATENT), page, tile, ROPE)
+                pe_state.advance()
+                for block in cutlass.range_constexpr(BLOCKS):
+                    kv.producer_acquire(kv_state)
+                    barrier, stage = kv.producer_get_barrier(kv_state), shared.kv + kv_state.index * self.stage_bytes
+                    for i in cutlass.range_constexpr(self.stage_chunks):
+                        dim = Int32(block * BLOCK + i * self.chunk)
+                        rows = stage + i * CHUNK_BYTES
+                        self.load_rows(sources.latents, rows, barrier, dim, page, tile, self.chunk)
+                    kv_state.advance()
+                page = page_after
+        # stay until every stage is empty: MMAs signal in here
+        kv.producer_tail(kv_state)
+        pe.producer_tail(pe_state)
+        q.producer_tail(q_state)
+
+    @cute.jit
+    def load_q(self, sources: Sources, work: Work, sQ: Int32, barrier: cute.Pointer):
+        """Load 64 heads of a request. Heads that are not there arrive as zeros."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.latent_chunks):
+                place = Int32(i * self.chunk), work.head, work.request
+                boxes.load_box(sources.q_nope, sQ + i * (HEADS * ROW), barrier, place)
+            place = Int32(0), work.head, work.request
+            boxes.load_box(sources.q_pe, sQ + self.latent_chunks * (HEADS * ROW), barrier, place)
+
+    @cute.jit
+    def page_of(self, requests: Requests, work: Work, tile: Int32):
+        """Return this lane's page of a tile; -1 past the length, and for lanes that have none."""
+        page, lane = Int32(-1), cute.arch.lane_idx()
+        token = tile * TILE + lane * self.box_tokens
+        if lane < self.boxes and token < work.tokens:
+            page = requests.page_table[work.request, self.column_of(token)]
+        return page
+
+    def column_of(self, token: Int32) -> Int32:
+        """Return where the page table names a token's page."""
+        return token // self.page_size
+
+    @cute.jit
+    def load_rows(
+        self,
+        atom: cute.CopyAtom,
+        rows: Int32,
+        barrier: cute.Pointer,
+        dim: Int32,
+        page: Int32,
+        tile: Int32,
+        dims: cutlass.Constexpr,
+    ):
+        """Load some dims of a tile's tokens: a box a page, each by the lane that has the page."""
+        lane = cute.arch.lane_idx()
+        if lane < self.boxes:
+            slot = tile * TILE % self.page_size if self.page_size > TILE else Int32(0)  # the first of the page
+            bytes_of_box = self.box_tokens * (dims * self.element.width // 8)
+            boxes.load_box(atom, rows + lane * bytes_of_box, barrier, (dim, slot, page))
+        cute.arch.sync_warp()

@@ -1,0 +1,88 @@
+"""Run MLA decode's SM100 kernel in the emulator: any class in its place, splits, CTAs and schedule."""
+
+from typing import NamedTuple
+
+import torch
+
+from dsv4lib.check import Tolerance, compare
+from dsv4lib.emulator import launch
+from dsv4lib.emulator.driver.device import make as device
+from dsv4lib.ops.fmha import arguments as combining
+from dsv4lib.ops.fmha.combine import Combine, loads_at_once
+from dsv4lib.ops.mla_decode.arguments import ANY_NUMBER, fake_args, launch_args
+from dsv4lib.ops.mla_decode.config import DTYPES, LATENT
+from dsv4lib.ops.mla_decode.op import BF16, E4M3, SM_SCALE, Call, MlaOutput
+from dsv4lib.ops.mla_decode.sm100 import MlaDecode
+from dsv4lib.reference import mla_decode as oracle
+from tests.budget import built
+
+ARCH = "sm_100a"
+LSE_ERROR = 1e-4
+GUARDS = 2  # heads after those of a request
+FP8 = Tolerance(
+    "P in e4m3",
+    abs=2.0**-3,
+    rel=2.0**-3,
+    cosine=1e-3,
+    tile=5e-2,
+    reason="P has 4 significant bits: 2.6 % RMS of a row of out, five times that for the worst of 100,000 elements; "
+    "cosine and tile as for e4m3",
+)
+
+
+class Found(NamedTuple):
+    """What a run left: outputs, the oracle's, the comparison of O, largest error of the LSE, hazards, leaked rows."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    want: MlaOutput
+    record: object
+    lse_error: float
+    hazards: list
+    leaked: int
+
+    def reports(self):
+        """By what a fault is found, in the words of `faults.CAUGHT_BY`."""
+        found = {hazard.kind for hazard in self.hazards}
+        if not self.record.passed or not self.lse_error < LSE_ERROR:
+            found.add("wrong numbers")
+        return found
+
+
+def attend(
+    one,
+    kernel_type=MlaDecode,
+    *,
+    splits=1,
+    ctas=ANY_NUMBER,
+    combine_type=Combine,
+    q_scale=1.0,
+    kv_scale=1.0,
+    schedule="round_robin",
+):
+    """Launch on outputs that lie between guard rows: a head before, `GUARDS` after those of each request."""
+    batch, heads, _ = one.q_nope.shape
+    dtype = one.q_nope.dtype
+    wide = torch.full((batch, heads + 1 + GUARDS, LATENT), float("nan"), dtype=BF16 if dtype == E4M3 else dtype)
+    wide_lse = torch.full((batch, heads + 1 + GUARDS), float("nan"))
+    out, lse = wide[:, 1 : heads + 1], wide_lse[:, 1 : heads + 1]
+    call = Call(*one, out, lse, None, SM_SCALE, q_scale, kv_scale, splits, "emulator")
+    settings = {"dtype": DTYPES[dtype], "out_dtype": DTYPES[out.dtype], "page_size": call.page_size}
+    gpu = device(ARCH, checks="race", schedule=schedule, seed=1)
+    kernel, code = built(kernel_type, fake_args, ARCH, **settings, partial=splits > 1)
+    written = MlaOutput(out, lse)
+    if splits > 1:
+        shape = splits, batch, heads
+        written = MlaOutput(torch.full((*shape, LATENT), float("nan")), torch.full(shape, float("nan")))
+    launch(code, *launch_args(kernel, call, *written, splits, ctas), gpu=gpu)
+    if splits > 1:
+        ends = {"head_dim": LATENT, "dtype": settings["out_dtype"], "sink": False}
+        ends["at_once"] = loads_at_once(splits, batch * heads)
+        kernel, code = built(combine_type, combining.fake_args, ARCH, **ends)
+        launch(code, *combining.combine_args(kernel, *written, None, None, out, lse), gpu=gpu)
+    want = oracle.mla_decode(*one, SM_SCALE, q_scale, kv_scale)
+    record = compare(out, want.out, FP8 if dtype == E4M3 else None)
+    apart = torch.where(want.lse == lse, 0.0, (want.lse - lse).abs())  # -inf is -inf
+    guards = [0, *range(heads + 1, heads + 1 + GUARDS)]
+    leaked = sum(int((~x[:, guards].isnan()).sum()) for x in (wide, wide_lse))
+    return Found(out, lse, want, record, float(apart.nan_to_num(torch.inf).max()), gpu.hazards, leaked)
