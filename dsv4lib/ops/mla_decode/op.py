@@ -255,8 +255,8 @@ class Call(NamedTuple):
         elif backend == "reference":
             self._reference()
         else:
-            on_hopper = launching.arch(backend, ARCHS) in hopper.ARCHS
-            (hopper if on_hopper else blackwell).launch(backend, self)
+            kernels = hopper if launching.arch(backend, ARCHS) in hopper.ARCHS else blackwell
+            kernels.launch(backend, self)
 
     def splits_on(self, sm_count: int) -> int:
         """Choose the splits of this call on a GPU of so many SMs, and check that the workspace holds them."""

@@ -122,12 +122,22 @@ class Attend(Load):
         follows: cutlass.Constexpr,
     ):
         """Do all with a tile whose S is this warpgroup's; ``follows``: and the product with the tile before."""
-        s = self.scores(ring, place.group, number)
-        sums = None
+        s, sums = None, None
+        if cutlass.const_expr(self.order != "values" or not follows):
+            s = self.scores(ring, place.group, number)
         if cutlass.const_expr(follows):
             self.follow(ring, place, sMax, state, number - 1)
             sums = self.add_others(ring, place, state, number - 1)
-        s = wgmma.wait_for(s, 1 if follows else 0)
+        if cutlass.const_expr(self.order == "values" and follows):
+            s = self.scores(ring, place.group, number)
+            self.keep(state, wgmma.wait_for(sums, 1))
+            self.release(ring, place, 1 - place.group)
+            s = wgmma.wait_for(s)
+        else:
+            s = wgmma.wait_for(s, 1 if follows else 0)
+        if cutlass.const_expr(self.order == "early" and follows):
+            self.keep(state, wgmma.wait_for(sums))
+            self.release(ring, place, 1 - place.group)
         rS = cute.make_rmem_tensor(TILE_N // 2, Float32)
         for i in cutlass.range_constexpr(TILE_N // 2):
             rS[i] = s[i]
@@ -136,7 +146,7 @@ class Attend(Load):
         words = self.words(rS)
         self.sync_group(place)  # S is there in all warps: the RoPE chunk, and V of no token, are read no more
         self.publish(ring, place, sMax, state, words)
-        if cutlass.const_expr(follows):
+        if cutlass.const_expr(follows and self.order == "late"):
             self.keep(state, wgmma.wait_for(sums))
             self.release(ring, place, 1 - place.group)
         self.rescale(state, acc_scale)

@@ -26,6 +26,7 @@ REGISTERS = 504  # of three warpgroups at the start, 168 each: setmaxnreg gives 
 DIMS = V_DIM // 2  # of O that a math warpgroup has
 HALF_CHUNKS = DIMS // CHUNK
 CLUSTERS = (1, 2)
+ORDERS = ("late", "early", "values")
 PAGES = (16, 32, 64, 128)
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 BARRIERS = STAGES * (CHUNKS + 2 + 1) + 1  # full of chunks, empty of halves, P of a stage; Q
@@ -45,7 +46,9 @@ class Config:
         ConfigError: a value that is not one of these.
     """
 
-    def __init__(self, dtype: str = "bf16", page: int = 64, partial: bool = False, cluster: int = 1):
+    def __init__(
+        self, dtype: str = "bf16", page: int = 64, partial: bool = False, cluster: int = 1, order: str = "late"
+    ):
         if dtype not in ELEMENTS:
             raise ConfigError("dtype", dtype, "one of " + ", ".join(ELEMENTS))
         if page not in PAGES:
@@ -53,12 +56,15 @@ class Config:
         if cluster not in CLUSTERS:
             raise ConfigError("cluster", cluster, "1 or 2")
         self.dtype, self.element, self.page, self.partial = dtype, ELEMENTS[dtype], page, partial
-        self.cluster = cluster
+        if order not in ORDERS:
+            raise ConfigError("order", order, "one of " + ", ".join(ORDERS))
+        self.cluster, self.order = cluster, order
         self.box = min(page, TILE_N)  # tokens of a TMA box
         self.boxes = TILE_N // self.box  # of a chunk
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        return f"{type(self).__name__}({self.dtype}, {self.page}, {self.cluster}{', partial' * self.partial})"
+        options = [self.dtype, self.page, self.cluster, self.order, *["partial"] * self.partial]
+        return f"{type(self).__name__}({', '.join(map(str, options))})"
 
     def budget(self) -> list[BudgetRow]:
         """Compute shared memory, registers and threads of one CTA."""
