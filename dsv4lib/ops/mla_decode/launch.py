@@ -14,6 +14,7 @@ from dsv4lib.ops.fmha.combine import Combine, loads_at_once
 from dsv4lib.ops.mla_decode import arguments
 from dsv4lib.ops.mla_decode.config import DTYPES, LATENT
 from dsv4lib.ops.mla_decode.sm100 import MlaDecode
+from dsv4lib.ops.mla_decode.splits import ctas_of
 
 ARCHS = ("sm_100a", "sm_103a")
 
@@ -34,6 +35,7 @@ def launch(backend: str, call: Any) -> None:
     splits, stream = call.splits_on(sms), launching.stream(backend, q)
     out_dtype = DTYPES[call.out.dtype]
     settings = {"dtype": DTYPES[q.dtype], "out_dtype": out_dtype, "page_size": call.page_size}
+    settings["cluster"] = ctas_of(q.shape[1])
 
     def attend(partial: bool, out: Tensor, lse: Tensor) -> None:
         kernel, code = _code(backend, MlaDecode, {**settings, "partial": partial}, arguments.fake_args)

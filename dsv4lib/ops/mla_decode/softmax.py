@@ -25,10 +25,8 @@ from dsv4lib.ops.fmha.epilogue import multiply
 from dsv4lib.ops.fmha.softmax import rescale
 from dsv4lib.ops.fmha.work import Span, bits_of
 from dsv4lib.ops.mla_decode.config import (
-    BLOCK,
-    BLOCKS,
     CHUNK_BYTES,
-    HALF,
+    COLUMNS,
     HEADS,
     P_STAGES,
     PAIR,
@@ -37,7 +35,6 @@ from dsv4lib.ops.mla_decode.config import (
     S_STAGES,
     SOFTMAX_THREADS,
     SUM_SLOT,
-    TILE,
     TMEM_DONE,
 )
 from dsv4lib.ops.mla_decode.load import Addresses
@@ -94,7 +91,7 @@ class Softmax(Plan):
         tensors = Tensors(allocator.retrieve_ptr(Float32), sRow, shared)
         s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
-        o_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, BLOCKS)
+        o_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.blocks)
         done = Int32(0)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work = self.work(requests, items, item)
@@ -112,19 +109,20 @@ class Softmax(Plan):
         s_state, p_state, done = counts.s.clone(), counts.p.clone(), counts.tiles
         pieces = self.p_pieces(tensors.shared.p, tidx % HEADS, row.half)
         row_max, row_sum = -Float32.inf, Float32(0.0)
-        rS, rP = cute.make_rmem_tensor(HALF, Float32), self.p_registers()
+        rS, rP = cute.make_rmem_tensor((COLUMNS, self.half // COLUMNS), Float32), self.p_registers()
         for tile in cutlass.range(work.first, work.end, unroll=1):
             s.consumer_wait(s_state)
             umma.fence_after_thread_sync()
-            tmem.load(address, self.s_column + s_state.index * HALF, tidx, rS)
+            for i in cutlass.range_constexpr(self.half // COLUMNS):
+                tmem.load(address, self.s_column + s_state.index * self.half + i * COLUMNS, tidx, rS[None, i])
             cute.arch.fence_view_async_tmem_load()
             umma.fence_before_thread_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 s.consumer_release(s_state)
             s_state.advance()
-            left = work.tokens - tile * TILE
-            self.mask(rS, left - row.half * HALF)
+            left = work.tokens - tile * self.tile
+            self.mask(rS, left - row.half * self.half)
             tile_max = self.tile_max(rS, row, tensors.rows, done % 2) * scale_log2 - self.p_shift
             # row_max = tile_max where that is more than 2^4 above it
             new_max = row_max
@@ -141,7 +139,7 @@ class Softmax(Plan):
             if cute.arch.vote_any_sync(changed):
                 if tile > work.first:
                     self.rescale_o(address, tidx, acc_scale)
-            if left < TILE:
+            if left < self.tile:
                 self.clear_past_end(tensors.shared.kv, done, left, tidx)
             self.store_p(rP, pieces)
             cute.arch.sync_warp()
@@ -159,10 +157,11 @@ class Softmax(Plan):
     @cute.jit
     def mask(self, rS: cute.Tensor, left: Int32):
         """Make scores of tokens past the end -inf; ``left``: tokens from this thread's first on."""
-        if left < HALF:
-            valid = bits_of(Span(Int32(0), left), Int32(0))
-            for j in cutlass.range_constexpr(HALF):
-                rS[j] = cutlass.select_((valid >> j) & 1 == 1, rS[j], -Float32.inf)
+        if left < self.half:
+            for i in cutlass.range_constexpr(self.half // COLUMNS):
+                valid = bits_of(Span(Int32(0), left), Int32(i * COLUMNS))
+                for j in cutlass.range_constexpr(COLUMNS):
+                    rS[j, i] = cutlass.select_((valid >> j) & 1 == 1, rS[j, i], -Float32.inf)
 
     @cute.jit
     def tile_max(self, rS: cute.Tensor, row: Row, sRow: cute.Tensor, slot: Int32):
@@ -186,27 +185,32 @@ class Softmax(Plan):
         if row_max > -Float32.inf:
             shift = row_max
         sums = Float32(0.0), Float32(0.0)  # of even and odd tokens
-        for j in cutlass.range_constexpr(0, HALF, 2):
+        for j in cutlass.range_constexpr(0, self.half, 2):
             exponents = cute.arch.fma_packed_f32x2((rS[j], rS[j + 1]), (scale_log2, scale_log2), (-shift, -shift))
             rS[j], rS[j + 1] = (cute.math.exp2(x, fastmath=True) for x in exponents)
             sums = cute.arch.add_packed_f32x2(sums, (rS[j], rS[j + 1]))
         if cutlass.const_expr(self.dtype == "e4m3"):
-            for j in cutlass.range_constexpr(0, HALF, 4):
+            for j in cutlass.range_constexpr(0, self.half, 4):
                 rP[j // 4] = convert.to_e4m3x4([rS[j + i] for i in range(4)])
         else:
-            rP.store(rS.load().reshape((PIECE // 2, HALF * 2 // PIECE)).to(self.element))
+            rP.store(rS.load().reshape((PIECE // 2, self.half * 2 // PIECE)).to(self.element))
         return sums[0] + sums[1]
 
     def p_registers(self) -> Any:
         """Make registers [elements of a piece, pieces] for a thread's P: of its type, in FP8 words of four."""
         kind = Int32 if self.dtype == "e4m3" else self.element
-        return cute.make_rmem_tensor((PIECE * 8 // kind.width, self.p_row // 2 // PIECE), kind)
+        return cute.make_rmem_tensor((PIECE * 8 // kind.width, self.half * self.element.width // 8 // PIECE), kind)
 
     def p_pieces(self, sP: Int32, head: Int32, half: Int32) -> tuple[Int32, ...]:
-        """Return the addresses of a thread's 16-byte pieces of P, swizzled as its rows of 128 or 64 bytes are."""
-        row, count = sP + head * self.p_row, self.p_row // 2 // PIECE
+        """Return the addresses of a thread's 16-byte pieces of P, swizzled as its rows of 128 or 64 bytes are.
+
+        Tokens of a head that do not fit into a row are in further chunks of 64 rows.
+        """
+        own = self.half * self.element.width // 8  # bytes
+        chunk, first = half * own // self.p_row, half * own % self.p_row // PIECE
+        row = sP + (chunk * HEADS + head) * self.p_row
         turn = head % 8 if self.p_row == ROW else head // 2 % 4
-        return tuple(row + ((half * count + i) ^ turn) * PIECE for i in range(count))
+        return tuple(row + ((first + i) ^ turn) * PIECE for i in range(own // PIECE))
 
     @cute.jit
     def store_p(self, rP: cute.Tensor, pieces: tuple[Int32, ...]):
@@ -224,15 +228,21 @@ class Softmax(Plan):
 
     @cute.jit
     def clear_past_end(self, sKV: Int32, done: Int32, left: Int32, tidx: Int32):
-        """Write zeros over entries past a request's end, in the stages of tile ``done``."""
-        pieces = self.latent_chunks * (ROW // PIECE)  # of an entry
+        """Write zeros over values past a request's end, in the stages of tile ``done``.
+
+        In a pair stages of keys alternate with those of values, and the last tile's values are the last before those
+        of the next item.
+        """
+        chunks = self.stage_chunks if self.cluster == 1 else 1  # of values in a stage
+        pieces = self.blocks * chunks * (ROW // PIECE)  # of an entry
+        first = done * self.blocks if self.cluster == 1 else (2 * done + 1) * self.blocks
         zeros = cute.make_rmem_tensor(PIECE // 4, Int32)
         zeros.fill(0)
-        for number in cutlass.range(left * pieces + tidx, TILE * pieces, SOFTMAX_THREADS, unroll=1):
+        for number in cutlass.range(left * pieces + tidx, self.tile * pieces, SOFTMAX_THREADS, unroll=1):
             token, piece = number // pieces, number % pieces
             chunk, inside = piece // (ROW // PIECE), piece % (ROW // PIECE)
-            stage = (done * BLOCKS + chunk // self.stage_chunks) % self.kv_stages
-            place = sKV + stage * self.stage_bytes + chunk % self.stage_chunks * CHUNK_BYTES
+            stage = (first + chunk // chunks) % self.kv_stages
+            place = sKV + stage * self.stage_bytes + chunk % chunks * CHUNK_BYTES
             place += token * ROW + inside * PIECE
             target = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=PIECE)
             cute.autovec_copy(zeros, cute.make_tensor(target, PIECE // 4))
@@ -264,20 +274,20 @@ class Softmax(Plan):
         o_scale *= outputs.scale
         rO = cute.make_rmem_tensor(32, Float32)
         rOut = cute.make_rmem_tensor((8, 4), self.out_element)
-        for block in cutlass.range_constexpr(BLOCKS):
+        for block in cutlass.range_constexpr(self.blocks):
             if any_tile:
                 o.consumer_wait(o_state)
                 umma.fence_after_thread_sync()
-            for line in cutlass.range_constexpr(BLOCK // 2 // 32):
+            for line in cutlass.range_constexpr(self.block // 2 // COLUMNS):
                 if any_tile:
-                    tmem.load(tensors.tmem, block * (BLOCK // 2) + 32 * line, row.tidx, rO)
+                    tmem.load(tensors.tmem, block * (self.block // 2) + COLUMNS * line, row.tidx, rO)
                     cute.arch.fence_view_async_tmem_load()
                     multiply(rO, o_scale)
                 else:
                     rO.fill(0.0)
                 rOut.store(rO.load().reshape((8, 4)).to(self.out_element))
                 if row.inside:
-                    first = cute.assume(block * BLOCK + row.half * (BLOCK // 2), divby=32)
+                    first = cute.assume(block * self.block + row.half * (self.block // 2), divby=32)
                     gRow = cute.domain_offset((first,), mOut[work.request, row.head, None])
                     cute.autovec_copy(rOut, cute.logical_divide(cute.local_tile(gRow, (32,), (line,)), (8,)))
                 cute.arch.sync_warp()

@@ -17,20 +17,25 @@ from tests.budget import built, small
 from tests.cases import cases
 from tests.ops.mla_decode.blackwell import ARCH, LSE_ERROR, attend
 
+OF_PAIRS = "HastyValues", "OwnTokens"
 OF_SPLITS = "SplitsOfTokens", "MaximumForTheSum"
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
 SHAPES = {  # lengths, heads, page size, dtype, splits
     "padded rows": ([100, 0, -1, 300], 16, 16, BF16, 1),
-    "128 heads": ([129], 128, 128, BF16, 1),
+    "128 heads": ([129, 0, 190], 128, 128, BF16, 1),
     "splits": ([70, 300], 5, 16, BF16, 3),
     "fp16": ([333], 40, 32, FP16, 1),
     "fp8": ([200, 1], 16, 32, E4M3, 1),
+    "fp8 pair": ([200, 64], 70, 16, E4M3, 1),
     "fp8 splits": ([520, 64], 70, 64, E4M3, 4),
+    "fp8 pair, pages of 128": ([300, -1], 128, 128, E4M3, 2),
     "fp8 pages of 128": ([190, 0], 3, 128, E4M3, 1),
     "more splits than tiles": ([300, 0, 1], 3, 64, FP16, 7),
     "a tile": ([64, 128], 64, 64, BF16, 1),
     "96 heads": ([257, 5], 96, 16, FP16, 2),
+    "pair, splits": ([300, 0, 100], 65, 32, BF16, 3),
 }
+BRIEF = "padded rows", "128 heads", "splits", "fp8"
 
 
 def shape(name, **options):
@@ -40,7 +45,7 @@ def shape(name, **options):
 
 @pytest.mark.parametrize(
     "name",
-    cases("padded rows", "128 heads", "splits", "fp8", full=[*list(SHAPES)[3:4], *list(SHAPES)[5:]]),
+    cases(*BRIEF, full=[name for name in SHAPES if name not in BRIEF]),
 )
 def test_numbers(name):
     """By the table of tolerances; requests without tokens are zeros and -inf; no hazards; guard rows stay."""
@@ -81,10 +86,10 @@ def test_fp8_scales():
     assert found.record.passed and found.lse_error < LSE_ERROR, found.record.reasons
 
 
-@pytest.mark.parametrize("splits", cases(3, full=[1]))
-def test_schedules(splits):
-    """All schedules give the same bits without hazards, also where a CTA takes several items."""
-    one = case([70, 0, 200, 140], 5, 16, seed=2)
+@pytest.mark.parametrize(("heads", "splits"), cases((5, 3), (100, 1), full=[(5, 1), (100, 3)]))
+def test_schedules(heads, splits):
+    """All schedules give the same bits without hazards, also where a CTA or a pair takes several items."""
+    one = case([70, 0, 200, 140], heads, 16, seed=2)
     results = [attend(one, splits=splits), attend(one, splits=splits, ctas=1)]
     results += [attend(one, splits=splits, ctas=2, schedule=schedule) for schedule in SCHEDULES]
     for found in results:
@@ -101,24 +106,35 @@ def test_persistent_ctas_of_many_splits_end():
     assert torch.equal(found[0].out, found[1].out)
 
 
-@pytest.mark.parametrize("dtype", cases(BF16, full=[E4M3]))
-def test_splits_agree(dtype):
+@pytest.mark.parametrize(("dtype", "heads"), cases((BF16, 7), full=[(E4M3, 7), (BF16, 90), (FP16, 7)]))
+def test_splits_agree(dtype, heads):
     """Splits change roundings alone: out within what one rounding of P makes, LSE within 1e-6."""
-    one = case([400, 130], 7, 16, dtype=dtype, seed=5)
+    one = case([400, 130], heads, 16, dtype=dtype, seed=5)
     whole, split = attend(one), attend(one, splits=3)
     assert float((whole.lse - split.lse).abs().max()) < 2e-6
     error = (whole.out.double() - split.out.double()).square().mean() / whole.want.out.square().mean()
     assert float(error.sqrt()) < (0.05 if dtype == E4M3 else 2**-7)
 
 
-def test_pages_of_any_size_and_order():
+@pytest.mark.parametrize("heads", cases(3, full=[70]))
+def test_pages_of_any_size_and_order(heads):
     """Four page sizes, shuffled, give the bits of pages of 128 in order."""
     results = []
     for page_size in (128, 16, 32, 64):
-        one = case([300, 65], 3, page_size, seed=8, shuffled=page_size != 128)
+        one = case([300, 65], heads, page_size, seed=8, shuffled=page_size != 128)
         results.append(attend(one))
     for found in results[1:]:
         assert torch.equal(found.out, results[0].out) and torch.equal(found.lse, results[0].lse)
+
+
+def test_a_pair_and_two_ctas_agree():
+    """128 heads by a pair, and as two items of 64: roundings of O differ, where row_max moves at other tokens."""
+    one = case([300], 128, 16, seed=3)
+    pair, alone = attend(one), attend(one, cluster=1)
+    assert alone.record.passed and alone.lse_error < LSE_ERROR and not alone.hazards
+    assert float((pair.lse - alone.lse).abs().max()) < 2e-6
+    error = (pair.out.double() - alone.out.double()).square().mean() / pair.want.out.square().mean()
+    assert float(error.sqrt()) < 2**-7
 
 
 def test_rows_may_lie_apart():
@@ -154,7 +170,7 @@ def test_equal_scores_zeros_and_nan():
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name):
     """Each by what `CAUGHT_BY` says."""
-    kernel, one = FAULTS[name], case([300, 70], 5, 16, seed=3, spread=3.0)
+    kernel, one = FAULTS[name], case([300, 70], 100 if name in OF_PAIRS else 5, 16, seed=3, spread=3.0)
     kinds = (MlaDecode, kernel) if kernel is MaximumForTheSum else (kernel, Combine)
     try:
         found = attend(one, kinds[0], combine_type=kinds[1], splits=3 if name in OF_SPLITS else 1).reports()
@@ -164,23 +180,32 @@ def test_faults_are_found(name):
 
 
 def test_nothing_is_found_without_a_fault():
-    one = case([300, 70], 5, 16, seed=3, spread=3.0)
-    assert attend(one).reports() == attend(one, splits=3).reports() == set()
+    for heads, splits in ((5, 1), (5, 3), (100, 1)):
+        assert attend(case([300, 70], heads, 16, seed=3, spread=3.0), splits=splits).reports() == set()
 
 
 @pytest.mark.parametrize(
     ("settings", "registers"),
-    cases(({}, 128), ({"dtype": "e4m3", "page_size": 16, "partial": True}, 128), full=[({"page_size": 16}, 128)]),
+    cases(
+        ({}, 128),
+        ({"page_size": 16, "cluster": 2}, 168),
+        full=[
+            ({"page_size": 16}, 128),
+            ({"dtype": "e4m3", "page_size": 16, "partial": True}, 128),
+            ({"dtype": "e4m3", "cluster": 2, "partial": True}, 168),
+        ],
+    ),
 )
 def test_budget(settings, registers):
-    """No spills; shared memory is what the configuration says, and tensor memory all of it; the MMAs are of 64 rows."""
+    """No spills; shared memory is what the configuration says; O and S fit into tensor memory; the MMAs are these."""
     kernel, code = built(MlaDecode, fake_args, ARCH, **settings)
     rows = {row.resource: row for row in kernel.budget()}
     assert all(row.used <= row.limit for row in rows.values())
     assert code.local_bytes == 0 and code.registers <= registers and small(code)
     assert code.smem_bytes == rows["SMEM: total"].used and code.threads == rows["threads"].used
     assert rows["TMEM: O"].used + rows["TMEM: S"].used <= rows["TMEM: total"].used
-    assert f"tcgen05.mma.ws.cta_group::1.kind::{kernel.kind}" in code.ptx
+    group = "mma.ws.cta_group::1" if kernel.cluster == 1 else "mma.cta_group::2"
+    assert f"tcgen05.{group}.kind::{kernel.kind}" in code.ptx
 
 
 def test_what_the_kernel_lacks_is_said():
@@ -192,6 +217,7 @@ def test_what_the_kernel_lacks_is_said():
         ({"out_dtype": "fp32"}, "out_dtype"),
         ({"dtype": "fp16", "out_dtype": "bf16"}, "out_dtype"),
         ({"page_size": 48}, "page_size"),
+        ({"cluster": 4}, "cluster"),
     ):
         with pytest.raises(ConfigError, match=name):
             MlaDecode(**options)
