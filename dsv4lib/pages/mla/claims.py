@@ -16,6 +16,7 @@ from dsv4lib.layers.mla import MLAConfig, MLAPool
 from dsv4lib.layers.mla.flags import ServerSettings, parse
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.mla_decode import inputs
+from dsv4lib.ops.mla_decode.config import Config
 from dsv4lib.ops.mla_decode.op import CACHE_DTYPES, ENTRY, LATENT, ROPE, mla_decode
 from dsv4lib.ops.mla_decode.sm90 import arguments
 from dsv4lib.ops.mla_decode.sm90.kernel import MlaDecode
@@ -143,9 +144,10 @@ def query_steps() -> Value:
 @claim("TmemAllocator gives 2 x 128 KB shared memory", "Tensor Memory: 512 columns of 128 lanes; SMEM is 228 KB")
 def tensor_memory() -> Value:
     """Multiply its extents, and add up what the kernel takes of it."""
-    size, used = TMEM_COLUMNS * TMEM_LANES * COLUMN_BYTES, 64 + 64 + 256
+    rows = {row.resource: row.used for row in Config(cluster=2).budget()}
+    size, used = TMEM_COLUMNS * TMEM_LANES * COLUMN_BYTES, rows["TMEM: O"] + rows["TMEM: S"]
     shown = f"{size // 1024} KB TMEM an SM, {used} of {TMEM_COLUMNS} columns used; SMEM {SMEM_LIMIT // 1024} KB a CTA"
-    return Value(shown, size == 256 * 1024 and used <= TMEM_COLUMNS)
+    return Value(shown, size == 256 * 1024 and used == 384)
 
 
 @claim("__syncthreads and 16 x 16 WMMA", "mbarriers, named barriers; MMA of a warpgroup or of two CTAs")

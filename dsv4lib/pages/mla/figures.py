@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from dsv4lib import viz
+from dsv4lib.ops.mla_decode.config import Config
 from dsv4lib.ops.mla_decode.op import LATENT, ROPE
 from dsv4lib.ops.mla_decode.splits import (
     CLUSTER,
@@ -127,7 +128,7 @@ def _gantt(ax: Axes, clusters: int, items: int, steps: Steps) -> None:
         ax.add_patch(Rectangle((wave * long, place), long, 1, fc=colour, ec=style.PAPER, lw=0.3))
     ax.axhline(clusters, color=INK, linewidth=1)
     idle = clusters * steps.waves - items
-    text = f"{steps.waves} wave{'s' if steps.waves > 1 else ''}, {idle} of {clusters * steps.waves} turns idle"
+    text = f"{steps.waves} wave{'s' if steps.waves > 1 else ''}, {idle} of {clusters * steps.waves} slots idle"
     ax.text(steps.steps + 0.08, clusters / 2, text, va="center", fontsize=8, color=MUTED)
     ax.set(xlim=(0, 8), ylim=(clusters + 1, 0))
     ax.grid(axis="x", color=GRID, linewidth=0.5)
@@ -172,6 +173,13 @@ def memory(run: Served) -> None:
     held = "-" if run.stand_in else "bytes held"
     lines = [(one.size, one.captured, held if run.stand_in else one.held_bytes, one.out_bytes) for one in run.memory]
     show_table(("rows", "captured", "bytes that the capture took", "bytes of its result"), lines)
+
+
+def budget() -> None:
+    """Show shared and tensor memory of a CTA of the SM100 kernel, alone and in a pair."""
+    alone, pair = (Config(cluster=cluster).budget() for cluster in (1, 2))
+    rows = [(a.resource, a.used, p.used, p.limit, p.unit, p.derivation) for a, p in zip(alone, pair, strict=True)]
+    show_table(("a CTA's", "up to 64 heads", "of a pair", "limit", "unit", "the pair's"), rows)
 
 
 def floors() -> None:

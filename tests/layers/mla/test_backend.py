@@ -399,6 +399,9 @@ def test_pool():
     assert int(key.any(1).sum()) == 2 and not pool.get_key_buffer(0).any()
     assert pool.cache(1).shape == (3, 16, 576) and pool.cache(1).data_ptr() == key.data_ptr()
     assert pool.cache(1).stride() == (16 * 576, 576, 1) and pool.bytes == 2 * 49 * 1152 and "2 layers" in repr(pool)
+    other = MLAPool(config, 3, 1)
+    other.set_kv_buffer(config.layer(0), torch.tensor([-7, -1, -(2**31)]), torch.full((3, 576), 5.0))
+    assert not other.get_key_buffer(0).any()
     with pytest.raises(ArgumentError, match="one row a token, not one a head"):
         pool.set_mla_kv_buffer(layer, loc, torch.randn(3 * 5, 512), torch.randn(3 * 5, 64))
     with pytest.raises(ArgumentError, match=r"loc=\[48\]"):
@@ -449,6 +452,21 @@ def test_flags():
     ):
         with pytest.raises(ArgumentError, match=said):
             parse(arguments)
+
+
+def test_the_scale_is_the_layers():
+    server, found = Server([70, 33]), []
+    batch = server.step([1, 0])
+    q, k = server.normal(2, 5, 576), server.normal(2, 576)
+    for scale in (1 / 192**0.5, 0.3):
+        server.mla.init_forward_metadata(batch)
+        layer = server.config.layer(0)._replace(scaling=scale)
+        found.append(server.mla.forward_decode(q, k, k, layer, batch))
+    assert close(found[0], server.want(q, 0, [(1, 34), (0, 71)]))
+    assert not close(found[1], server.want(q, 0, [(1, 34), (0, 71)]))
+    q_scaled = q.bfloat16().float() * (0.3 * 192**0.5)
+    server.config.__dict__["dtype"] = torch.float32  # queries as they are
+    assert close(found[1], server.want(q_scaled, 0, [(1, 34), (0, 71)]))
 
 
 def test_errors_of_a_step_are_named(capfd, monkeypatch):

@@ -88,6 +88,19 @@ def test_one_token_elsewhere_is_named(backend):
     with pytest.raises(MisalignedPage) as caught:
         mla_page_table(slots, REQUESTS, LENGTHS, 16, check=True, backend=backend)
     assert (caught.value.row, caught.value.request, caught.value.token) == (1, 5, 40)
+    slots[2, 16:32] = -1  # a whole page without slots
+    mla_page_table(slots, REQUESTS, LENGTHS, 16, misaligned=found, backend=backend)
+    assert found[4].tolist() == [17, 16]
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_tokens_are_read_only_to_be_checked(check, monkeypatch):
+    seen = []
+    monkeypatch.setattr(page_table_op.launching, "launch", lambda *given: seen.append(given[2]))
+    monkeypatch.setattr(page_table_op, "_raise_misaligned", lambda *given: None)
+    slots = slots_of(TOKENS, 16, 310, seed=2)
+    mla_page_table(slots, REQUESTS, LENGTHS, 16, check=check, backend="emulator")
+    assert seen == [{"started": False, "checked": check}]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
