@@ -189,3 +189,18 @@ def test_bad_arguments_are_named(backend):
         assert caught.value.name == name
     with pytest.raises(ConfigError, match="threads"):
         MlaPageTable(threads=33)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_repeated_calls_read_what_is_there_now(checked):
+    """More calls than a plan takes to be made, on the same memory with other contents; counts start from 0."""
+    slots, ids, lengths = slots_of(TOKENS, 16, 310, seed=6), torch.tensor([0, 2]).int(), torch.tensor([300, 33]).int()
+    out, found = torch.zeros(2, 20).int(), torch.zeros(2, 2).int() if checked else None
+    for call in range(6):
+        slots[0, 17 + call] += 5
+        ids.copy_(ids.roll(1))
+        lengths.copy_(lengths.roll(1))
+        out.fill_(-1)
+        mla_page_table(slots, ids, lengths, 16, out=out, misaligned=found, backend="emulator")
+        assert torch.equal(out, wanted(slots, ids, lengths, 16))
+        assert found is None or sorted(found.tolist()) == [[0, NONE], [call + 1, 17]]
