@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=
 SHAPES = {  # lengths, heads, page
     "mixed lengths": ([100, 5000, 200, 8000, 0], 128, 64),
     "long": ([131072], 16, 128),
-    "many requests": ([511, 0, 64, -3] * 40, 16, 64),
+    "many requests": ([511, 0, 64, -3] * 10, 16, 64),
     "odd": ([1023, 777, 1], 77, 16),
 }
 
@@ -29,6 +29,14 @@ def test_numbers(name):
         assert outcome.right, outcome.findings()
         outputs.append(outcome.out)
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("tokens", [64, 128, 192, 1000])
+def test_two_head_blocks(tokens, cluster):
+    """Alone and as a cluster: one tile, a tile a stage, a stage used again, many."""
+    outcome = run(case([tokens, tokens - 1], 128, 64), native=True, cluster=cluster)
+    assert outcome.right, outcome.findings()
 
 
 @pytest.mark.parametrize("splits", [2, 7])

@@ -4,11 +4,15 @@ The S of tile t is warpgroup t % 2's alone; by P both multiply, each for its hal
 warpgroup weighs its tile, the tensor core has the other's S and both their products with the tile before.
 
     warpgroup w, tiles t = w, w + 2, ..
-        S_t = Q K_t^T                         in flight, chunk by chunk as they land
+        S_t = Q K_t^T, first 4 chunks         in flight, chunk by chunk as they land
         P_(t-1), row_max of the other one     O *= exp2(old - new);  O += P_(t-1) V_(t-1), in flight, P in SMEM
-        S_t there                             row_max, P_t = exp2(scale S_t - row_max) -> SMEM, for the other one
-        O += P_(t-1) V_(t-1) there            its half is free
-        O *= ..;  O += P_t V_t                P in registers; its half is free
+        S_t += Q K_t^T, the other 5           in flight
+        O there, S_t there                    its half of tile t - 1 is free
+        weigh                                 row_max, P_t = exp2(scale S_t - row_max) -> SMEM, for the other one
+        O *= ..;  O += P_t V_t                P in registers; its half of tile t is free
+
+Half of S_t before the other's product keeps the tensor core busy while P_(t-1) is made; the rest comes after it, so
+that tile t - 1 is free, and its successor on the way, before S_t is there.
 
 P_t goes where K_t had its RoPE chunk: it is as large, and read no more when S_t is there.
 
@@ -122,22 +126,16 @@ class Attend(Load):
         follows: cutlass.Constexpr,
     ):
         """Do all with a tile whose S is this warpgroup's; ``follows``: and the product with the tile before."""
-        s, sums = None, None
-        if cutlass.const_expr(self.order != "values" or not follows):
-            s = self.scores(ring, place.group, number)
+        chunks = self.chunks(place.group)
+        ahead = self.ahead if follows else len(chunks)
+        s = self.scores(ring, place.group, number, chunks[:ahead], None)
         if cutlass.const_expr(follows):
             self.follow(ring, place, sMax, state, number - 1)
             sums = self.add_others(ring, place, state, number - 1)
-        if cutlass.const_expr(self.order == "values" and follows):
-            s = self.scores(ring, place.group, number)
-            self.keep(state, wgmma.wait_for(sums, 1))
+            s = self.scores(ring, place.group, number, chunks[ahead:], s)
+            self.keep(state, wgmma.wait_for(sums, len(chunks) - ahead))
             self.release(ring, place, 1 - place.group)
-            s = wgmma.wait_for(s)
-        else:
-            s = wgmma.wait_for(s, 1 if follows else 0)
-        if cutlass.const_expr(self.order == "early" and follows):
-            self.keep(state, wgmma.wait_for(sums))
-            self.release(ring, place, 1 - place.group)
+        s = wgmma.wait_for(s)
         rS = cute.make_rmem_tensor(TILE_N // 2, Float32)
         for i in cutlass.range_constexpr(TILE_N // 2):
             rS[i] = s[i]
@@ -146,9 +144,6 @@ class Attend(Load):
         words = self.words(rS)
         self.sync_group(place)  # S is there in all warps: the RoPE chunk, and V of no token, are read no more
         self.publish(ring, place, sMax, state, words)
-        if cutlass.const_expr(follows and self.order == "late"):
-            self.keep(state, wgmma.wait_for(sums))
-            self.release(ring, place, 1 - place.group)
         self.rescale(state, acc_scale)
         self.clear_tail(work, ring, place, number)
         values = ring.tiles + place.group * (STAGE_BYTES + HALF_BYTES)
@@ -159,11 +154,10 @@ class Attend(Load):
         self.keep(state, wgmma.wait_for(sums))
         self.release(ring, place, place.group)
 
-    def scores(self, ring: Ring, group: Int32, number: Int32) -> list:
-        """S = Q K^T of a tile, in flight. First the chunks that arrive first (`load`)."""
+    def scores(self, ring: Ring, group: Int32, number: Int32, chunks: list, s: list | None) -> list | None:
+        """S += Q K^T over some chunks of a tile, each a group, when it has landed; ``s`` None: S is 0."""
         parity = number // STAGES % 2
-        s = None
-        for chunk in self.chunks(group):
+        for chunk in chunks:
             cute.arch.mbarrier_wait(ring.full + (group * CHUNKS + chunk), parity)
             q = wgmma.operand(ring.q + chunk * CHUNK_BYTES)
             k = wgmma.operand(ring.tiles + group * STAGE_BYTES + chunk * CHUNK_BYTES)
@@ -172,7 +166,7 @@ class Attend(Load):
                 s = wgmma.multiply_shared(q, k, QK_STEPS, TILE_N, self.dtype)
             else:
                 s = wgmma.accumulate_shared(s, q, k, QK_STEPS, self.dtype, rows_are_k=False)
-        wgmma.commit()
+            wgmma.commit()
         return s
 
     def chunks(self, group: Int32) -> list:

@@ -21,12 +21,11 @@ Q_BYTES = CHUNKS * TILE_M * ROW_BYTES
 WARPGROUP = 128
 MATH_WARPS = 8
 THREADS = 3 * WARPGROUP
-MATH_REGISTERS, PRODUCER_REGISTERS = 240, 24
+MATH_REGISTERS, PRODUCER_REGISTERS = 232, 40
 REGISTERS = 504  # of three warpgroups at the start, 168 each: setmaxnreg gives out no more than the launch took
 DIMS = V_DIM // 2  # of O that a math warpgroup has
 HALF_CHUNKS = DIMS // CHUNK
 CLUSTERS = (1, 2)
-ORDERS = ("late", "early", "values")
 PAGES = (16, 32, 64, 128)
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 BARRIERS = STAGES * (CHUNKS + 2 + 1) + 1  # full of chunks, empty of halves, P of a stage; Q
@@ -42,13 +41,13 @@ class Config:
         partial: split the tokens over the grid and write fp32 O and LSE of each split.
         cluster: CTAs that share the tiles of a request, each for 64 heads of its 65 to 128; 1: none do.
 
+        ahead: chunks of Q K^T of a tile before the product with the tile before, 0 to 8.
+
     Raises:
         ConfigError: a value that is not one of these.
     """
 
-    def __init__(
-        self, dtype: str = "bf16", page: int = 64, partial: bool = False, cluster: int = 1, order: str = "late"
-    ):
+    def __init__(self, dtype: str = "bf16", page: int = 64, partial: bool = False, cluster: int = 1, ahead: int = 4):
         if dtype not in ELEMENTS:
             raise ConfigError("dtype", dtype, "one of " + ", ".join(ELEMENTS))
         if page not in PAGES:
@@ -56,14 +55,14 @@ class Config:
         if cluster not in CLUSTERS:
             raise ConfigError("cluster", cluster, "1 or 2")
         self.dtype, self.element, self.page, self.partial = dtype, ELEMENTS[dtype], page, partial
-        if order not in ORDERS:
-            raise ConfigError("order", order, "one of " + ", ".join(ORDERS))
-        self.cluster, self.order = cluster, order
+        if not 0 <= ahead < CHUNKS:
+            raise ConfigError("ahead", ahead, f"0 to {CHUNKS - 1}")
+        self.cluster, self.ahead = cluster, ahead
         self.box = min(page, TILE_N)  # tokens of a TMA box
         self.boxes = TILE_N // self.box  # of a chunk
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        options = [self.dtype, self.page, self.cluster, self.order, *["partial"] * self.partial]
+        options = [self.dtype, self.page, self.cluster, self.ahead, *["partial"] * self.partial]
         return f"{type(self).__name__}({', '.join(map(str, options))})"
 
     def budget(self) -> list[BudgetRow]:

@@ -23,8 +23,8 @@ Pipelines, 2 stages
 
 Heads past the last are rows of zeros in Q, from TMA: they cost MMAs (16 heads as much as 64) and are not stored.
 
-Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 240 a
-math thread (128 of O, 32 of S, 16 of P) and 24 a load thread.
+Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 232 a
+math thread (128 of O, 32 of S, 16 of P) and 40 a load thread.
 
 A grid of blocks of 64 heads x splits of the tokens x requests; `ops.fmha.combine` adds splits up. Two blocks of heads
 are a cluster: each CTA loads half of the tiles for both (multicast), so L2 is read once. Launches overlap: a CTA makes
