@@ -6,11 +6,12 @@ import torch
 from dsv4lib import backends
 from dsv4lib.ops.mla_decode import bench
 from dsv4lib.ops.mla_decode.inputs import NOWHERE, case
-from dsv4lib.ops.mla_decode.op import SM_SCALE, mla_decode
+from dsv4lib.ops.mla_decode.op import E4M3, SM_SCALE, mla_decode
 from dsv4lib.ops.mla_decode.splits import mla_workspace_size
-from tests.ops.mla_decode.hopper import errors, run
+from tests.ops.mla_decode.hopper import errors, run, scales_of
 from tests.ops.mla_decode.test_sm90 import LONG, RUNS, made
 
+BF16, FP16 = torch.bfloat16, torch.float16
 NATIVE = backends.status("native", "sm_90a")
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)]
 SHAPES = {  # lengths, heads, page
@@ -52,15 +53,17 @@ def test_native_and_emulator_agree():
 
 
 @pytest.mark.parametrize("splits", [-1, 1, 3, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (E4M3, E4M3)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_op(name, dtype, splits):
-    one = case(*SHAPES[name], dtype=dtype, spread=3.0)
+def test_the_op(name, dtype, kv_dtype, splits):
+    one = case(*SHAPES[name], dtype=dtype, kv_dtype=kv_dtype, spread=3.0)
+    q_scale, kv_scale = scales_of(one)
     there = one.to("cuda")
     batch, capacity = len(one.q_nope), one.page_table.shape[1] * one.kv_cache.shape[1]
     size = mla_workspace_size(capacity, batch, num_kv_splits=splits)
     for space in (None, torch.empty(size, dtype=torch.uint8, device="cuda")):
-        out, lse = mla_decode(*there, workspace=space, num_kv_splits=splits, backend="native")
+        scales = {"q_scale": q_scale, "kv_scale": kv_scale}
+        out, lse = mla_decode(*there, workspace=space, num_kv_splits=splits, **scales, backend="native")
         wrong, peer, of_lse = errors(one, out, lse, SM_SCALE)
         assert wrong <= 2 * peer and of_lse < 1e-4, (wrong, peer, of_lse)
 
