@@ -28,8 +28,8 @@ Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setm
 math thread (128 of O, 32 of S, 16 of P) and 40 a load thread; of an FP8 cache 200 and 104 (72 of raw bytes).
 
 A grid of blocks of 64 heads x splits of the tokens x requests; `ops.fmha.combine` adds splits up. Two blocks of heads
-are a cluster: each CTA loads half of the tiles for both (multicast), so L2 is read once; not of an FP8 cache, which each
-converts by itself. Launches overlap: a CTA makes its barriers, then waits for the kernel before.
+are a cluster: each CTA loads half of the tiles for both (multicast), so L2 is read once; an FP8 cache is converted by
+each. Launches overlap: a CTA makes its barriers, then waits for the kernel before.
 
 Source: `dsv4lib.reference.mla_decode`; FlashMLA's documentation for two tiles in turns; PTX ISA, "wgmma".
 """
