@@ -62,7 +62,9 @@ def operand(address: Int32) -> Int64:
 
 
 def rows_of_k(address: Int32, chunk_bytes: int) -> Int64:
-    """Make the descriptor of a 16-bit B whose rows are K. 64 of N on 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes.
+    """Make the descriptor of a 16-bit B whose rows are K.
+
+    64 of N on 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes.
 
     The next 64 of N are ``chunk_bytes`` further.
     """

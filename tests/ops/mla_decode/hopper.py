@@ -11,14 +11,15 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.ops.mla_decode.inputs import Case
-from dsv4lib.ops.mla_decode.op import SM_SCALE
+from dsv4lib.ops.mla_decode.op import E4M3, SM_SCALE
 from dsv4lib.ops.mla_decode.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.mla_decode.sm90.kernel import MlaDecode
+from dsv4lib.ops.mla_decode.sm90.launch import settings_of
 from dsv4lib.reference import mla_decode as oracle
 from tests.budget import built
 
 ARCH = "sm_90a"
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+BF16 = torch.bfloat16
 GUARD = 7.0  # what rows hold that nothing writes
 
 
@@ -50,10 +51,16 @@ class Outcome(NamedTuple):
         return f"error {self.error:.3g} of {self.peer:.3g}, LSE {self.lse_error:.3g}, {kinds}, {self.stopped}"
 
 
+def scales_of(one: Case) -> tuple[float, float]:
+    """Return scales that FP8 queries and FP8 entries are tried with; 1 of others."""
+    return 0.5 if one.q_nope.dtype == E4M3 else 1.0, 2.0 if one.kv_cache.dtype == E4M3 else 1.0
+
+
 def errors(one: Case, out: torch.Tensor, lse: torch.Tensor, scale: float) -> tuple[float, float, float]:
     """Return errors of O, of torch's attention in the same dtype, and of the LSE; inf for a NaN or padded rows."""
     out, lse, one = out.cpu(), lse.cpu(), one.to("cpu")
-    want = oracle.mla_decode(*one, scale)
+    q_scale, kv_scale = scales_of(one)
+    want = oracle.mla_decode(*one, scale, q_scale, kv_scale)
     there = one.seq_lens > 0
     if bool(out[~there].any()) or not bool((lse[~there] == -torch.inf).all()):
         return float("inf"), 0.0, float("inf")
@@ -62,8 +69,8 @@ def errors(one: Case, out: torch.Tensor, lse: torch.Tensor, scale: float) -> tup
     peers = []
     for b in there.nonzero().flatten().tolist():
         kv = oracle.entries(one.kv_cache, one.page_table[b], int(one.seq_lens[b])).to(out.dtype)
-        q = torch.cat((one.q_nope[b], one.q_pe[b]), -1)
-        peers.append((q @ kv.T).mul(scale).softmax(-1) @ kv[:, :512])
+        q = torch.cat((one.q_nope[b], one.q_pe[b]), -1).to(out.dtype)
+        peers.append((q @ kv.T).mul(scale * q_scale * kv_scale).softmax(-1) @ kv[:, :512] * kv_scale)
     size = want.out[there].norm()
     wrong = [(x.double() - want.out[there]).norm() / size for x in (out[there], torch.stack(peers))]
     of_lse = (lse[there].double() - want.lse[there]).abs() / want.lse[there].abs().clamp(min=1.0)
@@ -80,8 +87,17 @@ def run(
     **device: Any,
 ) -> Outcome:
     """Run the kernel, of ``splits`` what they add up to."""
-    options = {"dtype": NAMES[one.q_nope.dtype], "page": one.kv_cache.shape[1], "partial": splits is not None}
-    options["cluster"] = cluster or 1 + (one.q_nope.shape[1] > 64)
+    dtype = BF16 if one.q_nope.dtype == E4M3 else one.q_nope.dtype
+    q_scale, kv_scale = scales_of(one)
+    call = SimpleNamespace(
+        **one.to("cuda" if native else "cpu")._asdict(),
+        out=torch.empty(0, dtype=dtype),
+        page_size=one.kv_cache.shape[1],
+        sm_scale=scale,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+    )
+    options = settings_of(call) | {"partial": splits is not None} | ({} if cluster is None else {"cluster": cluster})
     if kind is MlaDecode:
         kernel, code = built(kind, fake_args, ARCH, **options)
     else:
@@ -92,10 +108,8 @@ def run(
     place = {"device": "cuda" if native else "cpu"}
     out = torch.full((*lead, batch + 1, heads, 512), GUARD, dtype=torch.float32, **place)
     if splits is None:
-        out = out.to(one.q_nope.dtype)
+        out = out.to(dtype)
     lse = torch.full((*lead, batch + 1, heads), GUARD, **place)
-    there = one.to(place["device"])
-    call = SimpleNamespace(**there._asdict(), sm_scale=scale)
     written = [x[..., :batch, :, :] if x is out else x[..., :batch, :] for x in (out, lse)]
     args = launch_args(kernel, call, *written, splits or 1)
     hazards, stopped, instructions = [], None, 0
@@ -114,5 +128,5 @@ def run(
     found = written
     if splits is not None:
         whole = oracle.combine(*written)
-        found = whole.out.to(one.q_nope.dtype), whole.lse.float()
+        found = whole.out.to(dtype), whole.lse.float()
     return Outcome(kernel, code, *found, *errors(one, *found, scale), hazards, stopped, instructions)

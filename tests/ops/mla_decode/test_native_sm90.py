@@ -6,17 +6,18 @@ import torch
 from dsv4lib import backends
 from dsv4lib.ops.mla_decode import bench
 from dsv4lib.ops.mla_decode.inputs import NOWHERE, case
-from dsv4lib.ops.mla_decode.op import SM_SCALE, mla_decode
+from dsv4lib.ops.mla_decode.op import E4M3, SM_SCALE, mla_decode
 from dsv4lib.ops.mla_decode.splits import mla_workspace_size
-from tests.ops.mla_decode.hopper import errors, run
+from tests.ops.mla_decode.hopper import errors, run, scales_of
 from tests.ops.mla_decode.test_sm90 import LONG, RUNS, made
 
+BF16, FP16 = torch.bfloat16, torch.float16
 NATIVE = backends.status("native", "sm_90a")
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)]
 SHAPES = {  # lengths, heads, page
     "mixed lengths": ([100, 5000, 200, 8000, 0], 128, 64),
-    "long": ([131072], 16, 128),
-    "many requests": ([511, 0, 64, -3] * 40, 16, 64),
+    "long": ([40000], 16, 128),
+    "many requests": ([511, 0, 64, -3] * 10, 16, 64),
     "odd": ([1023, 777, 1], 77, 16),
 }
 
@@ -29,6 +30,14 @@ def test_numbers(name):
         assert outcome.right, outcome.findings()
         outputs.append(outcome.out)
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("tokens", [64, 128, 192, 1000])
+def test_two_head_blocks(tokens, cluster):
+    """Alone and as a cluster: one tile, a tile a stage, a stage used again, many."""
+    outcome = run(case([tokens, tokens - 1], 128, 64), native=True, cluster=cluster)
+    assert outcome.right, outcome.findings()
 
 
 @pytest.mark.parametrize("splits", [2, 7])
@@ -44,15 +53,17 @@ def test_native_and_emulator_agree():
 
 
 @pytest.mark.parametrize("splits", [-1, 1, 3, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (E4M3, E4M3)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_op(name, dtype, splits):
-    one = case(*SHAPES[name], dtype=dtype, spread=3.0)
+def test_the_op(name, dtype, kv_dtype, splits):
+    one = case(*SHAPES[name], dtype=dtype, kv_dtype=kv_dtype, spread=3.0)
+    q_scale, kv_scale = scales_of(one)
     there = one.to("cuda")
     batch, capacity = len(one.q_nope), one.page_table.shape[1] * one.kv_cache.shape[1]
     size = mla_workspace_size(capacity, batch, num_kv_splits=splits)
     for space in (None, torch.empty(size, dtype=torch.uint8, device="cuda")):
-        out, lse = mla_decode(*there, workspace=space, num_kv_splits=splits, backend="native")
+        scales = {"q_scale": q_scale, "kv_scale": kv_scale}
+        out, lse = mla_decode(*there, workspace=space, num_kv_splits=splits, **scales, backend="native")
         wrong, peer, of_lse = errors(one, out, lse, SM_SCALE)
         assert wrong <= 2 * peer and of_lse < 1e-4, (wrong, peer, of_lse)
 

@@ -4,24 +4,28 @@ import pytest
 import torch
 
 from dsv4lib import backends
-from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.errors import ConfigError
+from dsv4lib.ops.mla_decode import bench
 from dsv4lib.ops.mla_decode.inputs import NOWHERE, case
-from dsv4lib.ops.mla_decode.op import E4M3, mla_decode
+from dsv4lib.ops.mla_decode.op import E4M3, SM_SCALE, mla_decode
 from dsv4lib.ops.mla_decode.sm90.faults import CAUGHT_BY, FAULTS
 from dsv4lib.ops.mla_decode.sm90.kernel import MlaDecode
 from dsv4lib.ops.mla_decode.sm90.launch import choose_splits
 from dsv4lib.ops.mla_decode.splits import mla_workspace_size
 from tests.budget import small
 from tests.cases import cases
-from tests.ops.mla_decode.hopper import ARCH, errors, run
+from tests.ops.mla_decode.hopper import ARCH, errors, run, scales_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 RUNS = {  # lengths, heads, page
     "padded rows": (([100, 0, -1, 300, 64], 5, 16), {}),
     "two head blocks": (([130], 70, 64), {}),
+    "FP8 cache": (([129, 0, 300], 16, 64), {"kv_dtype": E4M3}),
     "fp16, large logits": (([193, 1], 16, 128), {"dtype": FP16, "spread": 100.0}),
 }
 LONG = {
+    "FP8": (([200, 77], 70, 16), {"dtype": E4M3, "kv_dtype": E4M3, "spread": 4.0}),
+    "FP8 cache, pages of 128": (([65, -1, 257], 5, 128), {"kv_dtype": E4M3}),
     "128 heads": (([257, 64, 129], 128, 128), {}),
     "pages of 32": (([96, 95, 33], 3, 32), {}),
     "one head, one token": (([1], 1, 64), {"dtype": FP16}),
@@ -90,14 +94,20 @@ def test_the_op(splits):
     space = torch.empty(mla_workspace_size(256, 3, 132, max(splits, 2)), dtype=torch.uint8)
     with backends.emulating(ARCH):
         out, lse = mla_decode(*one, workspace=space, num_kv_splits=splits, backend="emulator")
-    wrong, peer, of_lse = errors(one, out, lse, 192**-0.5)
+    wrong, peer, of_lse = errors(one, out, lse, SM_SCALE)
     assert wrong <= 2 * peer and of_lse < 1e-4
 
 
-def test_fp8_is_refused_by_name():
-    one = case([9], 2, 64, dtype=BF16, kv_dtype=E4M3)
-    with backends.emulating(ARCH), pytest.raises(ArgumentError, match=f"kv_cache.dtype.* on {ARCH}"):
-        mla_decode(*one, backend="emulator")
+@pytest.mark.parametrize("dtype", cases(E4M3, full=(BF16,)))
+def test_the_op_with_an_fp8_cache(dtype):
+    """Queries of FP8 or bf16, both scales, two splits."""
+    one = case([140, 0, 9], 6, 64, dtype=dtype, kv_dtype=E4M3, past=NOWHERE)
+    q_scale, kv_scale = scales_of(one)
+    with backends.emulating(ARCH):
+        given = {"q_scale": q_scale, "kv_scale": kv_scale, "num_kv_splits": 2}
+        out, lse = mla_decode(*one, **given, backend="emulator")
+    wrong, peer, of_lse = errors(one, out, lse, SM_SCALE)
+    assert out.dtype == BF16 and wrong <= 2 * peer and of_lse < 1e-4
 
 
 def test_splits_follow_from_shapes():
@@ -128,8 +138,30 @@ def test_every_fault_has_its_finder():
     assert set(FAULTS) == set(CAUGHT_BY)
 
 
-@pytest.mark.parametrize(("options", "name"), [({"dtype": "fp8"}, "dtype"), ({"page": 48}, "page")])
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"dtype": "fp8"}, "dtype"),
+        ({"page": 48}, "page"),
+        ({"cluster": 3}, "cluster"),
+        ({"ahead": 9}, "ahead"),
+        ({"queries": "fp8"}, "queries"),
+        ({"cache": "fp8", "cluster": 2}, "cluster"),
+        ({"out": "fp32"}, "out"),
+    ],
+)
 def test_options_that_do_not_exist(options, name):
     with pytest.raises(ConfigError) as error:
         MlaDecode(**options)
     assert error.value.name == name
+
+
+def test_the_check_of_the_bench_takes_rounding_and_refuses_one_wrong_head():
+    given = bench.given_of(3, 100, 2, torch.Generator().manual_seed(1))
+    q, out = given["q"], bench.new(given)
+    cache = given["cache"], given["lengths"], given["table"]
+    mla_decode(q[..., :512], q[..., 512:], *cache, out=out["o"], lse=out["lse"], backend="reference")
+    bench.check(given, out)
+    out["o"][1, 2] *= 1.05
+    with pytest.raises(AssertionError, match="request 1"):
+        bench.check(given, out)

@@ -4,11 +4,15 @@ The S of tile t is warpgroup t % 2's alone; by P both multiply, each for its hal
 warpgroup weighs its tile, the tensor core has the other's S and both their products with the tile before.
 
     warpgroup w, tiles t = w, w + 2, ..
-        S_t = Q K_t^T                         in flight, chunk by chunk as they land
+        S_t = Q K_t^T, first 4 chunks         in flight, chunk by chunk as they land
         P_(t-1), row_max of the other one     O *= exp2(old - new);  O += P_(t-1) V_(t-1), in flight, P in SMEM
-        S_t there                             row_max, P_t = exp2(scale S_t - row_max) -> SMEM, for the other one
-        O += P_(t-1) V_(t-1) there            its half is free
-        O *= ..;  O += P_t V_t                P in registers; its half is free
+        S_t += Q K_t^T, the other 5           in flight
+        O there, S_t there                    its half of tile t - 1 is free
+        weigh                                 row_max, P_t = exp2(scale S_t - row_max) -> SMEM, for the other one
+        O *= ..;  O += P_t V_t                P in registers; its half of tile t is free
+
+Half of S_t before the other's product keeps the tensor core busy while P_(t-1) is made; the rest comes after it, so
+that tile t - 1 is free, and its successor on the way, before S_t is there.
 
 P_t goes where K_t had its RoPE chunk: it is as large, and read no more when S_t is there.
 
@@ -47,7 +51,8 @@ from dsv4lib.ops.mla_decode.sm90.config import (
     V_DIM,
     WARPGROUP,
 )
-from dsv4lib.ops.mla_decode.sm90.load import Load, Ring, Work
+from dsv4lib.ops.mla_decode.sm90.dequant import Dequant
+from dsv4lib.ops.mla_decode.sm90.load import Ring, Work
 
 RESCALE_LOG2 = 4.0
 STEP = wgmma.STEP_BYTES
@@ -82,11 +87,13 @@ class Outputs(NamedTuple):
     lse: cute.Tensor
 
 
-class Attend(Load):
+class Attend(Dequant):
     """What the math warpgroups do."""
 
     @cute.jit
-    def attend(self, work: Work, ring: Ring, sMax: cute.Tensor, outputs: Outputs, scale_log2: Float32):
+    def attend(
+        self, work: Work, ring: Ring, sMax: cute.Tensor, outputs: Outputs, scale_log2: Float32, v_scale: Float32
+    ):
         """Math warps: the tiles of the CTA, O."""
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
@@ -98,6 +105,8 @@ class Attend(Load):
         tiles = work.end - work.first
         if tiles > 0:
             cute.arch.mbarrier_wait(ring.q_full, 0)
+            if cutlass.const_expr(self.fp8_queries):
+                self.visible_to_mma()
             if group == 0:
                 self.own_tile(work, ring, place, sMax, state, Int32(0), scale_log2, False)
             for number in cutlass.range(2 - group, tiles, STAGES, unroll=1):
@@ -107,7 +116,7 @@ class Attend(Load):
                 self.clear_tail(work, ring, place, tiles - 1)
                 sums = self.add_others(ring, place, state, tiles - 1)
                 self.keep(state, wgmma.wait_for(sums))
-        self.finish(outputs, work, place, ring.q, sMax, state)
+        self.finish(outputs, work, place, ring.q, sMax, state, v_scale)
 
     @cute.jit
     def own_tile(
@@ -122,22 +131,16 @@ class Attend(Load):
         follows: cutlass.Constexpr,
     ):
         """Do all with a tile whose S is this warpgroup's; ``follows``: and the product with the tile before."""
-        s, sums = None, None
-        if cutlass.const_expr(self.order != "values" or not follows):
-            s = self.scores(ring, place.group, number)
+        chunks = self.chunks(place.group)
+        ahead = self.ahead if follows else len(chunks)
+        s = self.scores(ring, place.group, number, chunks[:ahead], None)
         if cutlass.const_expr(follows):
             self.follow(ring, place, sMax, state, number - 1)
             sums = self.add_others(ring, place, state, number - 1)
-        if cutlass.const_expr(self.order == "values" and follows):
-            s = self.scores(ring, place.group, number)
-            self.keep(state, wgmma.wait_for(sums, 1))
+            s = self.scores(ring, place.group, number, chunks[ahead:], s)
+            self.keep(state, wgmma.wait_for(sums, len(chunks) - ahead))
             self.release(ring, place, 1 - place.group)
-            s = wgmma.wait_for(s)
-        else:
-            s = wgmma.wait_for(s, 1 if follows else 0)
-        if cutlass.const_expr(self.order == "early" and follows):
-            self.keep(state, wgmma.wait_for(sums))
-            self.release(ring, place, 1 - place.group)
+        s = wgmma.wait_for(s)
         rS = cute.make_rmem_tensor(TILE_N // 2, Float32)
         for i in cutlass.range_constexpr(TILE_N // 2):
             rS[i] = s[i]
@@ -146,9 +149,6 @@ class Attend(Load):
         words = self.words(rS)
         self.sync_group(place)  # S is there in all warps: the RoPE chunk, and V of no token, are read no more
         self.publish(ring, place, sMax, state, words)
-        if cutlass.const_expr(follows and self.order == "late"):
-            self.keep(state, wgmma.wait_for(sums))
-            self.release(ring, place, 1 - place.group)
         self.rescale(state, acc_scale)
         self.clear_tail(work, ring, place, number)
         values = ring.tiles + place.group * (STAGE_BYTES + HALF_BYTES)
@@ -159,12 +159,11 @@ class Attend(Load):
         self.keep(state, wgmma.wait_for(sums))
         self.release(ring, place, place.group)
 
-    def scores(self, ring: Ring, group: Int32, number: Int32) -> list:
-        """S = Q K^T of a tile, in flight. First the chunks that arrive first (`load`)."""
+    def scores(self, ring: Ring, group: Int32, number: Int32, chunks: list, s: list | None) -> list | None:
+        """S += Q K^T over some chunks of a tile, each a group, when it has landed; ``s`` None: S is 0."""
         parity = number // STAGES % 2
-        s = None
-        for chunk in self.chunks(group):
-            cute.arch.mbarrier_wait(ring.full + (group * CHUNKS + chunk), parity)
+        for slot, chunk in chunks:
+            self.wait_full(ring.full + group * CHUNKS, slot, chunk, parity)
             q = wgmma.operand(ring.q + chunk * CHUNK_BYTES)
             k = wgmma.operand(ring.tiles + group * STAGE_BYTES + chunk * CHUNK_BYTES)
             if s is None:
@@ -172,20 +171,28 @@ class Attend(Load):
                 s = wgmma.multiply_shared(q, k, QK_STEPS, TILE_N, self.dtype)
             else:
                 s = wgmma.accumulate_shared(s, q, k, QK_STEPS, self.dtype, rows_are_k=False)
-        wgmma.commit()
+            wgmma.commit()
         return s
 
     def chunks(self, group: Int32) -> list:
-        """List the chunks of a tile as they arrive."""
-        first, second = group * HALF_CHUNKS, (1 - group) * HALF_CHUNKS
-        halves = [first + i for i in range(HALF_CHUNKS)] + [second + i for i in range(HALF_CHUNKS)]
-        return [*halves, Int32(ROPE_CHUNK)]
+        """List (place, chunk) of a tile's chunks as they arrive."""
+        return [(slot, self.chunk(slot, group)) for slot in range(CHUNKS)]
+
+    def wait_full(self, full: cute.Pointer, slot: int, chunk: Int32, parity: Int32) -> None:
+        """Wait for a chunk. Those of FP8 arrive by halves, RoPE with the second, and this thread fences the proxies."""
+        if not self.fp8_cache:
+            cute.arch.mbarrier_wait(full + chunk, parity)
+        elif slot % HALF_CHUNKS == 0 and slot != ROPE_CHUNK:
+            cute.arch.mbarrier_wait(full + chunk, parity)
+            self.visible_to_mma()
 
     @cute.jit
     def follow(self, ring: Ring, place: Place, sMax: cute.Tensor, state: State, number: Int32):
         """Wait for P of the other warpgroup's tile, and take over its row_max."""
         other = 1 - place.group
         cute.arch.mbarrier_wait(ring.weighed + other, number // STAGES % 2)
+        if cutlass.const_expr(self.fp8_cache):
+            self.visible_to_mma()  # V, whose stores the other warpgroup has seen
         acc_scale = cute.make_rmem_tensor(ROWS, Float32)
         for j in cutlass.range_constexpr(ROWS):
             new_max = sMax[place.row + 8 * j, other]
@@ -229,6 +236,8 @@ class Attend(Load):
     def clear_tail(self, work: Work, ring: Ring, place: Place, number: Int32):
         """Write zeros over V of tokens past the end of the request, in this warpgroup's half: 0 x NaN is not 0."""
         left = work.length - (work.first + number) * TILE_N
+        if cutlass.const_expr(self.fp8_cache):
+            left = Int32(TILE_N)  # they are zeros already
         if left < TILE_N:
             tidx, _, _ = cute.arch.thread_idx()
             thread = tidx % WARPGROUP
@@ -319,7 +328,16 @@ class Attend(Load):
             cute.arch.mbarrier_arrive(ring.weighed + place.group)
 
     @cute.jit
-    def finish(self, outputs: Outputs, work: Work, place: Place, sOut: Int32, sSum: cute.Tensor, state: State):
+    def finish(
+        self,
+        outputs: Outputs,
+        work: Work,
+        place: Place,
+        sOut: Int32,
+        sSum: cute.Tensor,
+        state: State,
+        v_scale: Float32,
+    ):
         """Normalise and store O and LSE; zeros and -inf without tokens.
 
         Rows of O meet where Q was, from both warpgroups, and leave in one copy each.
@@ -338,7 +356,7 @@ class Attend(Load):
         for j in cutlass.range_constexpr(ROWS):
             row = place.row + 8 * j
             total, head = sSum[row, 0] + sSum[row, 1], work.head + row
-            o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(total), Float32(0.0))  # NaN stays
+            o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(total) * v_scale, Float32(0.0))  # NaN stays
             if (head < heads) & (place.group == 0) & (place.pair == 0):
                 lse = (state.row_max[j] + cute.math.log2(total)) * math.log(2.0)
                 mLse[work.request, head] = cutlass.select_(total != 0.0, lse, -Float32.inf)
@@ -346,7 +364,7 @@ class Attend(Load):
             for i in cutlass.range_constexpr(DIMS // 8):
                 two = [state.rO[4 * i + 2 * j + k] * o_scale for k in range(2)]
                 if cutlass.const_expr(size == 2):
-                    asm("st.shared.b32 [$0], $1;", [], [target + 8 * size * i, packed(self.dtype, *two)])
+                    asm("st.shared.b32 [$0], $1;", [], [target + 8 * size * i, packed(self.out, *two)])
                 else:
                     asm("st.shared.v2.f32 [$0], {$1, $2};", [], [target + 8 * size * i, *two])
         self.visible_to_mma()

@@ -21,12 +21,11 @@ Q_BYTES = CHUNKS * TILE_M * ROW_BYTES
 WARPGROUP = 128
 MATH_WARPS = 8
 THREADS = 3 * WARPGROUP
-MATH_REGISTERS, PRODUCER_REGISTERS = 240, 24
 REGISTERS = 504  # of three warpgroups at the start, 168 each: setmaxnreg gives out no more than the launch took
 DIMS = V_DIM // 2  # of O that a math warpgroup has
 HALF_CHUNKS = DIMS // CHUNK
 CLUSTERS = (1, 2)
-ORDERS = ("late", "early", "values")
+KINDS, OUTPUTS = ("same", "fp8"), ("same", "bf16", "fp16")
 PAGES = (16, 32, 64, 128)
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 BARRIERS = STAGES * (CHUNKS + 2 + 1) + 1  # full of chunks, empty of halves, P of a stage; Q
@@ -37,17 +36,29 @@ class Config:
     """Options of the kernel and what follows from them.
 
     Args:
-        dtype: of Q, cache and O, "bf16" or "fp16".
+        dtype: of MMAs, "bf16" or "fp16": that of Q and cache, unless they are FP8.
         page: tokens of a page, one of `PAGES`.
         partial: split the tokens over the grid and write fp32 O and LSE of each split.
         cluster: CTAs that share the tiles of a request, each for 64 heads of its 65 to 128; 1: none do.
+
+        cache, queries: "same" or "fp8". FP8 queries have an FP8 cache. An FP8 cache is not shared in a cluster.
+        out: of O, "same" as the MMAs, "bf16" or "fp16"; partial: fp32.
+        ahead: chunks of Q K^T of a tile before the product with the tile before, 0 to 8.
 
     Raises:
         ConfigError: a value that is not one of these.
     """
 
     def __init__(
-        self, dtype: str = "bf16", page: int = 64, partial: bool = False, cluster: int = 1, order: str = "late"
+        self,
+        dtype: str = "bf16",
+        page: int = 64,
+        partial: bool = False,
+        cluster: int = 1,
+        ahead: int = 4,
+        cache: str = "same",
+        queries: str = "same",
+        out: str = "same",
     ):
         if dtype not in ELEMENTS:
             raise ConfigError("dtype", dtype, "one of " + ", ".join(ELEMENTS))
@@ -56,14 +67,31 @@ class Config:
         if cluster not in CLUSTERS:
             raise ConfigError("cluster", cluster, "1 or 2")
         self.dtype, self.element, self.page, self.partial = dtype, ELEMENTS[dtype], page, partial
-        if order not in ORDERS:
-            raise ConfigError("order", order, "one of " + ", ".join(ORDERS))
-        self.cluster, self.order = cluster, order
+        if not 0 <= ahead < CHUNKS:
+            raise ConfigError("ahead", ahead, f"0 to {CHUNKS - 1}")
+        self._check_fp8(cache, queries, out, cluster)
+        self.cluster, self.ahead = cluster, ahead
+        self.fp8_cache, self.fp8_queries = cache == "fp8", queries == "fp8"
+        self.out_element = cutlass.Float32 if partial else ELEMENTS[dtype if out == "same" else out]
+        self.out = "bf16" if self.out_element is cutlass.BFloat16 else "fp16"
+        self.math_registers, self.producer_registers = (200, 104) if self.fp8_cache else (232, 40)
+        self.producers = WARPGROUP if self.fp8_cache else 1  # arrivals at a full barrier
+        self.q_producers = WARPGROUP if self.fp8_queries else 1
         self.box = min(page, TILE_N)  # tokens of a TMA box
         self.boxes = TILE_N // self.box  # of a chunk
 
+    def _check_fp8(self, cache: str, queries: str, out: str, cluster: int) -> None:
+        for name, value, allowed in (("cache", cache, KINDS), ("queries", queries, KINDS), ("out", out, OUTPUTS)):
+            if value not in allowed:
+                raise ConfigError(name, value, "one of " + ", ".join(allowed))
+        if queries == "fp8" and cache != "fp8":
+            raise ConfigError("queries", queries, "same, or fp8 with a cache of fp8")
+        if cluster > 1 and cache == "fp8":
+            raise ConfigError("cluster", cluster, "1 with a cache of fp8")
+
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        options = [self.dtype, self.page, self.cluster, self.order, *["partial"] * self.partial]
+        options = [self.dtype, self.page, self.cluster, self.ahead, self.out_element.__name__]
+        options += ["fp8 cache"] * self.fp8_cache + ["fp8 queries"] * self.fp8_queries
         return f"{type(self).__name__}({', '.join(map(str, options))})"
 
     def budget(self) -> list[BudgetRow]:
@@ -74,7 +102,7 @@ class Config:
             "control": (8 * BARRIERS + 8 * TILE_M, f"{BARRIERS} mbarriers, 2 x {TILE_M} fp32"),
         }
         sizes["total"] = whole_atoms(sum(size for size, _ in sizes.values())), f"up to a multiple of {SMEM_ALIGN} B"
-        registers = 2 * MATH_REGISTERS + PRODUCER_REGISTERS
+        registers = 2 * self.math_registers + self.producer_registers
         return [
             *(BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items()),
             BudgetRow("registers", registers, REGISTERS, "a lane of a quarter", "2 math warpgroups, 1 producer"),

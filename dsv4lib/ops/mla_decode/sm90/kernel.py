@@ -14,21 +14,22 @@ Roles (3 warpgroups, 384 threads)
 
     warps 0-7    math    S of its tiles, softmax, P V of all tiles with 256 of the columns (`attend`)
     warp  8      load    Q and tiles by TMA, the page table one tile ahead (`load`)
+    warps 8-11   load    FP8: 16 tokens of a tile each, to 16 bits on the way (`dequant`); Q too if it is FP8
 
 Pipelines, 2 stages
 
-    full       a barrier a chunk: its bytes have landed
+    full       a barrier a chunk: its bytes have landed; FP8: an arrival a thread, of two barriers a stage
     empty      a barrier a half of V: an arrival a warp, of all CTAs of the cluster, whose columns these are
     weighed    P and row_max of a tile are stored: an arrival a warp of the one whose S it is
 
 Heads past the last are rows of zeros in Q, from TMA: they cost MMAs (16 heads as much as 64) and are not stored.
 
-Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 240 a
-math thread (128 of O, 32 of S, 16 of P) and 24 a load thread.
+Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 232 a
+math thread (128 of O, 32 of S, 16 of P) and 40 a load thread; of an FP8 cache 200 and 104 (72 of raw bytes).
 
 A grid of blocks of 64 heads x splits of the tokens x requests; `ops.fmha.combine` adds splits up. Two blocks of heads
-are a cluster: each CTA loads half of the tiles for both (multicast), so L2 is read once. Launches overlap: a CTA makes
-its barriers, then waits for the kernel before.
+are a cluster: each CTA loads half of the tiles for both (multicast), so L2 is read once; an FP8 cache is converted by
+each. Launches overlap: a CTA makes its barriers, then waits for the kernel before.
 
 Source: `dsv4lib.reference.mla_decode`; FlashMLA's documentation for two tiles in turns; PTX ISA, "wgmma".
 """
@@ -44,9 +45,7 @@ from dsv4lib.dsl.budget import SMEM_ALIGN
 from dsv4lib.ops.mla_decode.sm90.attend import Attend, Outputs
 from dsv4lib.ops.mla_decode.sm90.config import (
     CHUNKS,
-    MATH_REGISTERS,
     MATH_WARPS,
-    PRODUCER_REGISTERS,
     Q_BYTES,
     STAGE_BYTES,
     STAGES,
@@ -54,7 +53,7 @@ from dsv4lib.ops.mla_decode.sm90.config import (
     TILE_M,
     TILE_N,
 )
-from dsv4lib.ops.mla_decode.sm90.load import Maps, Ring, Work
+from dsv4lib.ops.mla_decode.sm90.load import Ring, Sources, Work
 
 LOG2_E = 1.4426950408889634
 
@@ -75,6 +74,7 @@ class MlaDecode(Attend):
         mO: cute.Tensor,
         mLse: cute.Tensor,
         scale: Float32,
+        v_scale: Float32,
         splits: Int32,
         stream: cuda.CUstream,
     ):
@@ -86,7 +86,7 @@ class MlaDecode(Attend):
             mLens: int32 [B]. mTable: int32 [B, N].
             mO: [B, H, 512]; partial: fp32 [splits, B, H, 512].
             mLse: fp32 [B, H]; partial: [splits, B, H].
-            scale: of the dot products.
+            scale: of the dot products. v_scale: of O.
             splits: of the tokens; one unless partial.
             stream: where the launch is queued.
         """
@@ -102,8 +102,8 @@ class MlaDecode(Attend):
             q_full: cute.struct.MemRange[cutlass.Int64, 1]
 
         self.storage = Storage
-        maps = self.maps(mQNope, mQPe, mCache)
-        self.kernel(maps, mLens, mTable, Outputs(mO, mLse), scale * LOG2_E, splits).launch(
+        sources = self.sources(mQNope, mQPe, mCache)
+        self.kernel(sources, mLens, mTable, Outputs(mO, mLse), scale * LOG2_E, v_scale, splits).launch(
             grid=(cute.ceil_div(mQNope.shape[1], TILE_M), splits, mQNope.shape[0]),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -117,11 +117,12 @@ class MlaDecode(Attend):
     @cute.kernel
     def kernel(
         self,
-        maps: Maps,
+        sources: Sources,
         mLens: cute.Tensor,
         mTable: cute.Tensor,
         outputs: Outputs,
         scale_log2: Float32,
+        v_scale: Float32,
         splits: Int32,
     ):
         """Set-up shared by all warps, then one role each."""
@@ -137,9 +138,9 @@ class MlaDecode(Attend):
             storage.weighed.data_ptr(),
         )
         if tidx == 0:
-            cute.arch.mbarrier_init(ring.q_full, 1)
+            cute.arch.mbarrier_init(ring.q_full, self.q_producers)
             for i in cutlass.range_constexpr(STAGES * CHUNKS):
-                cute.arch.mbarrier_init(ring.full + i, 1)
+                cute.arch.mbarrier_init(ring.full + i, self.producers)
             for i in cutlass.range_constexpr(STAGES * 2):
                 cute.arch.mbarrier_init(ring.empty + i, self.cluster * MATH_WARPS // 2)
             for i in cutlass.range_constexpr(STAGES):
@@ -151,16 +152,21 @@ class MlaDecode(Attend):
         block, split, request = cute.arch.block_idx()
         work = self.work(mLens, mTable, request, block, split, splits)
         if warp >= MATH_WARPS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == MATH_WARPS:
-                self.load(maps, mTable, work, ring)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if cutlass.const_expr(self.fp8_cache):
+                if cutlass.const_expr(not self.fp8_queries):
+                    if warp == MATH_WARPS:
+                        self.load_q(sources, work, ring)
+                self.produce(sources, mTable, work, ring)
+            elif warp == MATH_WARPS:
+                self.load(sources, mTable, work, ring)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            cute.arch.setmaxregister_increase(self.math_registers)
             mO, mLse = outputs
             if cutlass.const_expr(self.partial):
                 mO, mLse = mO[split, None, None, None], mLse[split, None, None]
             sMax = storage.row_max.get_tensor(cute.make_layout((TILE_M, STAGES)))
-            self.attend(work, ring, sMax, Outputs(mO, mLse), scale_log2)
+            self.attend(work, ring, sMax, Outputs(mO, mLse), scale_log2, v_scale)
         if cutlass.const_expr(self.cluster > 1):
             self.sync_all()  # the other CTA may still arrive at barriers in here
 

@@ -1,4 +1,4 @@
-"""Run `mla_decode` on a Hopper. `mla_decode` has the arguments; FP8 is refused by name."""
+"""Run `mla_decode` on a Hopper: one launch, or the splits and their combination."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.common import splits as split_choice
 from dsv4lib.ops.fmha import arguments as fmha_arguments
@@ -33,17 +32,6 @@ def choose_splits(batch: int, heads: int, capacity: int, sms: int) -> int:
     return min(split_choice.choose(units, -(-capacity // TILE_N), sms, tile=TILE).keys, MOST_SPLITS)
 
 
-def check(call: Any) -> None:
-    """Refuse what the kernel does not have.
-
-    Raises:
-        ArgumentError: FP8.
-    """
-    for name, x in (("q_nope", call.q_nope), ("kv_cache", call.kv_cache)):
-        if x.dtype not in DTYPES:
-            raise ArgumentError(f"{name}.dtype", x.dtype, f"bfloat16 or float16 on {ARCHS[0]}")
-
-
 def splits_of(call: Any, sms: int) -> int:
     """Return the splits of a call: those that it names, else as many as suit and as its workspace holds."""
     if call.num_kv_splits >= 1:
@@ -56,8 +44,18 @@ def splits_of(call: Any, sms: int) -> int:
 
 
 def settings_of(call: Any) -> dict[str, Any]:
-    """Make options of the kernel, unsplit."""
-    return {"dtype": DTYPES[call.q_nope.dtype], "page": call.page_size, "cluster": 1 + (call.q_nope.shape[1] > TILE_M)}
+    """Make options of the kernel, unsplit. FP8 queries are multiplied in fp16, which holds them exactly."""
+    heads, fp8 = call.q_nope.shape[1], call.kv_cache.dtype not in DTYPES
+    settings = {
+        "dtype": DTYPES.get(call.q_nope.dtype, "fp16"),
+        "page": call.page_size,
+        "cluster": 2 if heads > TILE_M and not fp8 else 1,
+    }
+    if fp8:
+        settings["cache"] = "fp8"
+    if call.q_nope.dtype not in DTYPES:
+        settings |= {"queries": "fp8", "out": DTYPES[call.out.dtype]}
+    return settings
 
 
 def launch(name: str, call: Any) -> None:
@@ -66,7 +64,6 @@ def launch(name: str, call: Any) -> None:
     Args:
         name: of the back end. call: of `mla_decode`, checked.
     """
-    check(call)
     (batch, heads, _), stream = call.q_nope.shape, launching.stream(name, call.q_nope)
     sms = launching.sm_count(call.q_nope.device) if name == "native" else split_choice.HOPPER_SM_COUNT
     splits, settings = splits_of(call, sms), settings_of(call)
@@ -74,7 +71,7 @@ def launch(name: str, call: Any) -> None:
     kernel, code = _code(name, MlaDecode, settings | {"partial": splits > 1}, arguments.fake_args)
     launching.enqueue(name, code, arguments.launch_args(kernel, call, o, lse, splits, stream))
     if splits > 1:
-        ends = combining(settings["dtype"], loads_at_once(splits, batch * heads))
+        ends = combining(DTYPES[call.out.dtype], loads_at_once(splits, batch * heads))
         kernel, code = _code(name, Combine, ends, fmha_arguments.fake_args)
         given = fmha_arguments.combine_args(kernel, o, lse, None, None, call.out, call.lse, stream=stream)
         launching.enqueue(name, code, given)

@@ -13,7 +13,7 @@ then the other one with the chunk of RoPE, where P was meanwhile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -36,12 +36,12 @@ from dsv4lib.ops.mla_decode.sm90.config import (
 )
 
 
-class Maps(NamedTuple):
-    """TMA descriptors of Q without and with RoPE, and of the cache."""
+class Sources(NamedTuple):
+    """Q without and with RoPE, and the cache: TMA descriptors, or tensors of FP8."""
 
-    q_nope: cute.CopyAtom
-    q_pe: cute.CopyAtom
-    cache: cute.CopyAtom
+    q_nope: Any
+    q_pe: Any
+    cache: Any
 
 
 class Work(NamedTuple):
@@ -74,28 +74,36 @@ class Ring(NamedTuple):
 class Load(Config):
     """What the load warp does."""
 
-    def maps(self, mQNope: cute.Tensor, mQPe: cute.Tensor, mCache: cute.Tensor) -> Maps:
-        """Make the TMA descriptors, on the host."""
-        made = []
-        for tensor, rows in ((mQNope, TILE_M), (mQPe, TILE_M), (mCache, self.box)):
+    def sources(self, mQNope: cute.Tensor, mQPe: cute.Tensor, mCache: cute.Tensor) -> Sources:
+        """Make TMA descriptors of what is not FP8, on the host."""
+        made, fp8 = [], (self.fp8_queries, self.fp8_queries, self.fp8_cache)
+        for tensor, rows, raw in zip((mQNope, mQPe, mCache), (TILE_M, TILE_M, self.box), fp8, strict=True):
+            if raw:
+                made.append(tensor)
+                continue
             outer, inner, depth = tensor.shape
             of_outer, of_inner, _ = tensor.stride
             layout = cute.make_layout((depth, inner, outer), stride=(1, of_inner, of_outer))
             made.append(boxes.box_atom(cute.make_tensor(tensor.iterator, layout), (CHUNK, rows, 1)))
-        return Maps(*made)
+        return Sources(*made)
 
     @cute.jit
-    def load(self, maps: Maps, mTable: cute.Tensor, work: Work, ring: Ring):
-        """Load warp: Q, then tile after tile."""
-        rank = cute.arch.block_idx_in_cluster() if cutlass.const_expr(self.cluster > 1) else Int32(0)
-        pages = self.pages(mTable, work, work.first)
+    def load_q(self, sources: Sources, work: Work, ring: Ring):
+        """Load Q by TMA, by one warp."""
         if work.first < work.end:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(ring.q_full, Q_BYTES)
                 for chunk in cutlass.range_constexpr(CHUNKS):
-                    atom, column = (maps.q_pe, 0) if chunk == ROPE_CHUNK else (maps.q_nope, chunk * CHUNK)
+                    atom, column = (sources.q_pe, 0) if chunk == ROPE_CHUNK else (sources.q_nope, chunk * CHUNK)
                     place = Int32(column), work.head, work.request
                     boxes.load_box(atom, ring.q + chunk * CHUNK_BYTES, ring.q_full, place)
+
+    @cute.jit
+    def load(self, sources: Sources, mTable: cute.Tensor, work: Work, ring: Ring):
+        """Load warp: Q, then tile after tile."""
+        rank = cute.arch.block_idx_in_cluster() if cutlass.const_expr(self.cluster > 1) else Int32(0)
+        pages = self.pages(mTable, work, work.first)
+        self.load_q(sources, work, ring)
         for tile in cutlass.range(work.first, work.end, unroll=1):
             ahead = self.pages(mTable, work, tile + 1)
             number = tile - work.first
@@ -107,10 +115,10 @@ class Load(Config):
                 with cute.arch.elect_one():
                     for i in cutlass.range_constexpr(HALF_CHUNKS):
                         sends = rank == i % self.cluster
-                        self.load_chunk(maps.cache, ring, owner, half * HALF_CHUNKS + i, offset, of_boxes, sends)
+                        self.load_chunk(sources.cache, ring, owner, half * HALF_CHUNKS + i, offset, of_boxes, sends)
             with cute.arch.elect_one():
                 sends = rank == owner if cutlass.const_expr(self.cluster > 1) else cutlass.Boolean(True)
-                self.load_chunk(maps.cache, ring, owner, Int32(ROPE_CHUNK), offset, of_boxes, sends)
+                self.load_chunk(sources.cache, ring, owner, Int32(ROPE_CHUNK), offset, of_boxes, sends)
             pages = ahead
 
     @cute.jit
