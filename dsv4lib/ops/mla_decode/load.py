@@ -9,7 +9,7 @@ values a chunk of each two of all 128 tokens: the tensor core takes half of N fr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,15 +17,18 @@ from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from dsv4lib.dsl import boxes, pipelines
-from dsv4lib.ops.mla_decode.config import CHUNK_BYTES, HEADS, LATENT, PE_STAGES, ROPE, ROW
+from dsv4lib.ops.mla_decode.config import CHUNK_BYTES, HEADS, LATENT, PE_STAGES, ROPE, ROW, SOFTMAX_WARPS
 from dsv4lib.ops.mla_decode.work import Items, Plan, Requests, Work
 
 
 class Sources(NamedTuple):
-    """TMA descriptors: queries in boxes of 64 heads; latents and rotated keys in boxes of a page's tokens."""
+    """TMA descriptors: queries in boxes of 64 heads; latents and rotated keys in boxes of a page's tokens.
 
-    q_nope: cute.CopyAtom
-    q_pe: cute.CopyAtom
+    Queries of two limbs are no boxes (None): see `queries`.
+    """
+
+    q_nope: Any
+    q_pe: Any
     latents: cute.CopyAtom
     pe: cute.CopyAtom
 
@@ -33,7 +36,7 @@ class Sources(NamedTuple):
 class Rings(NamedTuple):
     """Pipelines of the load warp: queries of an item, latents (some dims of a tile a stage), rotated keys of a tile."""
 
-    q: pipeline.PipelineTmaUmma
+    q: Any  # PipelineTmaUmma; of two limbs PipelineAsyncUmma
     kv: pipeline.PipelineTmaUmma
     pe: pipeline.PipelineTmaUmma
 
@@ -52,11 +55,12 @@ class Load(Plan):
 
     def sources(self, mQNope: cute.Tensor, mQPe: cute.Tensor, mCache: cute.Tensor) -> Sources:
         """Make TMA descriptors, on the host."""
-        queries = [self.outwards(x) for x in (mQNope, mQPe)]
-        cache = self.outwards(mCache)
+        cache, queries = self.outwards(mCache), (None, None)
+        if cutlass.const_expr(self.limbs == 1):
+            sizes = (mQNope, self.chunk), (mQPe, ROPE)
+            queries = tuple(boxes.box_atom(self.outwards(x), (dims, HEADS, 1)) for x, dims in sizes)
         return Sources(
-            boxes.box_atom(queries[0], (self.chunk, HEADS, 1)),
-            boxes.box_atom(queries[1], (ROPE, HEADS, 1)),
+            *queries,
             boxes.box_atom(cache, (self.chunk, self.box_tokens, 1)),
             boxes.box_atom(cache, (ROPE, self.box_tokens, 1)),
         )
@@ -70,12 +74,18 @@ class Load(Plan):
     def prefetch_maps(self, sources: Sources):
         """Fetch the tensor maps, which are parameters of this launch."""
         for atom in sources:
-            cpasync.prefetch_descriptor(atom)
+            if cutlass.const_expr(atom is not None):
+                cpasync.prefetch_descriptor(atom)
 
     def load_rings(self, q: cute.Pointer, kv: cute.Pointer, pe: cute.Pointer) -> Rings:
         """Make the pipelines; each argument points to the mbarriers of one."""
+        queries = (
+            pipelines.tma_to_umma(1, self.q_bytes, q, ctas=self.cluster)
+            if self.limbs == 1
+            else pipelines.warps_to_umma(1, len(SOFTMAX_WARPS), q, self.cluster)
+        )
         return Rings(
-            pipelines.tma_to_umma(1, self.q_bytes, q, ctas=self.cluster),
+            queries,
             pipelines.tma_to_umma(self.kv_stages, self.stage_bytes, kv, ctas=self.cluster),
             pipelines.tma_to_umma(PE_STAGES, self.pe_bytes, pe, ctas=self.cluster),
         )
@@ -94,9 +104,10 @@ class Load(Plan):
         pe_state = pipeline.make_pipeline_state(producer, PE_STAGES)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work = self.work(requests, items, item)
-            if work.end > work.first:
-                self.load_q(sources, work, shared.q, self.claim(q, q_state))
-                q_state.advance()
+            if cutlass.const_expr(self.limbs == 1):
+                if work.end > work.first:
+                    self.load_q(sources, work, shared.q, self.claim(q, q_state))
+                    q_state.advance()
             page, page_before = self.page_of(requests, work, work.first), Int32(-1)
             for tile in cutlass.range(work.first, work.end, unroll=1):
                 page_after = self.page_of(requests, work, tile + 1)  # asked for a tile ahead
@@ -120,7 +131,8 @@ class Load(Plan):
         # stay until every stage is empty: MMAs signal in here
         kv.producer_tail(kv_state)
         pe.producer_tail(pe_state)
-        q.producer_tail(q_state)
+        if cutlass.const_expr(self.limbs == 1):
+            q.producer_tail(q_state)
 
     @cute.jit
     def claim(self, ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):

@@ -28,7 +28,7 @@ STEP = 32  # bytes of K of an MMA
 
 
 class MmaRings(NamedTuple):
-    """Pipelines of the MMA warp."""
+    """Pipelines of the MMA warp; those of the load warp among them."""
 
     load: Rings
     s: pipeline.PipelineUmmaAsync
@@ -171,9 +171,10 @@ class Mma(Plan):
         with cute.arch.elect_one():
             a = umma.at(self.pe_descriptor, sQ + self.latent_chunks * (HEADS * ROW))
             b = umma.at(self.pe_descriptor, keys)
-            for k in cutlass.range_constexpr(self.pe_row // STEP):
-                rows = umma.advanced(a, k * STEP), umma.advanced(b, k * STEP)
-                umma.mma(d, *rows, self.qk_instruction, k > 0, **self.variant)
+            for limb in cutlass.range_constexpr(self.limbs):
+                for k in cutlass.range_constexpr(self.pe_row // STEP):
+                    rows = umma.advanced(a, limb * self.q_limb + k * STEP), umma.advanced(b, k * STEP)
+                    umma.mma(d, *rows, self.qk_instruction, limb + k > 0, **self.variant)
 
     @cute.jit
     def mma_latents(self, d: Int32, sQ: Int32, stage: Int32, block: cutlass.Constexpr):
@@ -182,18 +183,20 @@ class Mma(Plan):
             a = umma.at(self.row_descriptor, sQ + block * self.stage_chunks * (HEADS * ROW))
             b = umma.at(self.row_descriptor, stage)
             for chunk in cutlass.range_constexpr(self.stage_chunks):
-                for k in cutlass.range_constexpr(ROW // STEP):
-                    q, keys = chunk * HEADS * ROW + k * STEP, chunk * CHUNK_BYTES + k * STEP
-                    rows = umma.advanced(a, q), umma.advanced(b, keys)
-                    umma.mma(d, *rows, self.qk_instruction, True, **self.variant)
+                for limb in cutlass.range_constexpr(self.limbs):
+                    for k in cutlass.range_constexpr(ROW // STEP):
+                        q = limb * self.q_limb + chunk * HEADS * ROW + k * STEP
+                        rows = umma.advanced(a, q), umma.advanced(b, chunk * CHUNK_BYTES + k * STEP)
+                        umma.mma(d, *rows, self.qk_instruction, True, **self.variant)
 
     @cute.jit
     def mma_pv(self, o: Int32, sP: Int32, stage: Int32, accumulate: cutlass.Boolean):
         """Issue O (+)= P @ V of a block: the stage is read with its dims as N."""
         with cute.arch.elect_one():
             p, v = umma.at(self.p_descriptor, sP), umma.at(self.v_descriptor, stage)
-            for k in cutlass.range_constexpr(self.p_bytes // HEADS // STEP):
-                add = accumulate if k == 0 else cutlass.Boolean(True)
-                chunk, inside = k * STEP // self.p_row, k * STEP % self.p_row
-                weights = umma.advanced(p, chunk * HEADS * self.p_row + inside)
-                umma.mma(o, weights, umma.advanced(v, k * self.v_step), self.pv_instruction, add, **self.variant)
+            for limb in cutlass.range_constexpr(self.limbs):
+                for k in cutlass.range_constexpr(self.p_limb // HEADS // STEP):
+                    add = accumulate if limb + k == 0 else cutlass.Boolean(True)
+                    chunk, inside = k * STEP // self.p_row, k * STEP % self.p_row
+                    weights = umma.advanced(p, limb * self.p_limb + chunk * HEADS * self.p_row + inside)
+                    umma.mma(o, weights, umma.advanced(v, k * self.v_step), self.pv_instruction, add, **self.variant)

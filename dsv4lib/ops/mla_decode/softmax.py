@@ -29,7 +29,7 @@ from dsv4lib.ops.mla_decode.config import (
     COLUMNS,
     HEADS,
     P_STAGES,
-    PAIR,
+    PIECE,
     RESCALE_LOG2,
     ROW,
     S_STAGES,
@@ -38,14 +38,14 @@ from dsv4lib.ops.mla_decode.config import (
     TMEM_DONE,
 )
 from dsv4lib.ops.mla_decode.load import Addresses
-from dsv4lib.ops.mla_decode.work import Items, Outputs, Plan, Requests, Row, Work
-
-PIECE = 16  # bytes of a store to shared memory
+from dsv4lib.ops.mla_decode.queries import Queries
+from dsv4lib.ops.mla_decode.work import Items, Outputs, Requests, Row, Work
 
 
 class SoftmaxRings(NamedTuple):
-    """Pipelines of the softmax warps."""
+    """Pipelines of the softmax warps. q: of queries of two limbs, else not theirs."""
 
+    q: Any
     s: pipeline.PipelineUmmaAsync
     p: pipeline.PipelineAsyncUmma
     o: pipeline.PipelineUmmaAsync
@@ -67,13 +67,14 @@ class Counts(NamedTuple):
     tiles: Int32
 
 
-class Softmax(Plan):
-    """The softmax warps."""
+class Softmax(Queries):
+    """The softmax warps. They also make the limbs of queries, where there are two."""
 
     @cute.jit
     def softmax(
         self,
         heads: Int32,
+        queries: Any,
         requests: Requests,
         items: Items,
         outputs: Outputs,
@@ -83,7 +84,11 @@ class Softmax(Plan):
         rings: SoftmaxRings,
         scale_log2: Float32,
     ):
-        """Run the softmax warps: tiles of an item, then its out and LSE."""
+        """Run the softmax warps: tiles of an item, then its out and LSE.
+
+        Args:
+            queries: `QueryTensors`, where they have two limbs, else None.
+        """
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
@@ -92,12 +97,18 @@ class Softmax(Plan):
         s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         o_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.blocks)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         done = Int32(0)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work = self.work(requests, items, item)
             row = self.row(heads, work)
             counts = Counts(s_state, p_state, done)
-            row_max, row_sum, s_state, p_state, done = self.tiles(work, row, tensors, rings, counts, scale_log2)
+            own_scale = scale_log2
+            if cutlass.const_expr(self.limbs > 1):
+                if work.end > work.first:
+                    own_scale *= self.hand_over_q(queries, work, row, tensors, rings.q, q_state)
+                    q_state.advance()
+            row_max, row_sum, s_state, p_state, done = self.tiles(work, row, tensors, rings, counts, own_scale)
             o_state = self.finish(work, row, outputs, tensors, rings.o, o_state, row_max, row_sum)
         pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
         allocator.free(tensors.tmem)
@@ -105,7 +116,7 @@ class Softmax(Plan):
     @cute.jit
     def tiles(self, work: Work, row: Row, tensors: Tensors, rings: SoftmaxRings, counts: Counts, scale_log2: Float32):
         """Make P of all tiles of an item; return row_max (log2), this half's row_sum, and `Counts`."""
-        (s, p, _), address, tidx = rings, tensors.tmem, row.tidx
+        (_, s, p, _), address, tidx = rings, tensors.tmem, row.tidx
         s_state, p_state, done = counts.s.clone(), counts.p.clone(), counts.tiles
         pieces = self.p_pieces(tensors.shared.p, tidx % HEADS, row.half)
         row_max, row_sum = -Float32.inf, Float32(0.0)
@@ -142,12 +153,33 @@ class Softmax(Plan):
             if left < self.tile:
                 self.clear_past_end(tensors.shared.kv, done, left, tidx)
             self.store_p(rP, pieces)
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                p.producer_commit(p_state)
+            self.commit(p, p_state)
             p_state.advance()
             done += 1
         return row_max, row_sum, s_state, p_state, done
+
+    @cute.jit
+    def hand_over_q(
+        self,
+        queries: Any,
+        work: Work,
+        row: Row,
+        tensors: Tensors,
+        q: pipeline.PipelineAsyncUmma,
+        q_state: pipeline.PipelineState,
+    ):
+        """Make the limbs of this thread's share of the queries of an item; return the scale of its head."""
+        q.producer_acquire(q_state)
+        scale = self.split_q(queries, work, row, tensors.shared.q, tensors.rows)
+        self.commit(q, q_state)
+        return scale
+
+    @cute.jit
+    def commit(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
+        """Commit this warp's rows of P or of queries: one arrival."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ring.producer_commit(state)
 
     @cute.jit
     def rescale_o(self, address: cute.Pointer, tidx: Int32, acc_scale: Float32):
@@ -174,10 +206,6 @@ class Softmax(Plan):
         self.pair(row).arrive_and_wait()
         return cute.arch.fmax(half_max, sRow[row.tidx ^ HEADS, slot])
 
-    def pair(self, row: Row) -> pipeline.NamedBarrier:
-        """Return the barrier of the two warps that share 32 heads."""
-        return pipeline.NamedBarrier(PAIR + row.tidx // 32 % 2, 64)
-
     @cute.jit
     def weigh(self, rS: cute.Tensor, rP: cute.Tensor, scale_log2: Float32, row_max: Float32):
         """Make P = exp2(scale_log2 * S - row_max) in its type; return this thread's sum, of fp32."""
@@ -191,15 +219,19 @@ class Softmax(Plan):
             sums = cute.arch.add_packed_f32x2(sums, (rS[j], rS[j + 1]))
         if cutlass.const_expr(self.dtype == "e4m3"):
             for j in cutlass.range_constexpr(0, self.half, 4):
-                rP[j // 4] = convert.to_e4m3x4([rS[j + i] for i in range(4)])
+                for limb, word in enumerate(convert.to_e4m3_limbs([rS[j + i] for i in range(4)], self.limbs)):
+                    rP[j // 4 + limb * (self.half // 4)] = word
         else:
             rP.store(rS.load().reshape((PIECE // 2, self.half * 2 // PIECE)).to(self.element))
         return sums[0] + sums[1]
 
     def p_registers(self) -> Any:
-        """Make registers [elements of a piece, pieces] for a thread's P: of its type, in FP8 words of four."""
-        kind = Int32 if self.dtype == "e4m3" else self.element
-        return cute.make_rmem_tensor((PIECE * 8 // kind.width, self.half * self.element.width // 8 // PIECE), kind)
+        """Make registers [elements of a piece, pieces] for a thread's P: of its type, in FP8 words of four.
+
+        Limbs follow each other.
+        """
+        kind, own = Int32 if self.dtype == "e4m3" else self.element, self.half * self.element.width // 8
+        return cute.make_rmem_tensor((PIECE * 8 // kind.width, self.limbs * own // PIECE), kind)
 
     def p_pieces(self, sP: Int32, head: Int32, half: Int32) -> tuple[Int32, ...]:
         """Return the addresses of a thread's 16-byte pieces of P, swizzled as its rows of 128 or 64 bytes are.
@@ -210,7 +242,8 @@ class Softmax(Plan):
         chunk, first = half * own // self.p_row, half * own % self.p_row // PIECE
         row = sP + (chunk * HEADS + head) * self.p_row
         turn = head % 8 if self.p_row == ROW else head // 2 % 4
-        return tuple(row + ((first + i) ^ turn) * PIECE for i in range(own // PIECE))
+        pieces = [row + ((first + i) ^ turn) * PIECE for i in range(own // PIECE)]
+        return tuple(piece + limb * self.p_limb for limb in range(self.limbs) for piece in pieces)
 
     @cute.jit
     def store_p(self, rP: cute.Tensor, pieces: tuple[Int32, ...]):

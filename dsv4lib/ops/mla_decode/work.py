@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, pipeline
 
 from dsv4lib.ops.mla_decode import splits
-from dsv4lib.ops.mla_decode.config import HEADS, SOFTMAX_THREADS, Config
+from dsv4lib.ops.mla_decode.config import HEADS, PAIR, SOFTMAX_THREADS, Config
 
 
 class Requests(NamedTuple):
@@ -102,6 +102,10 @@ class Plan(Config):
         some = first < stop  # else no tiles
         first, stop = cutlass.select_(some, first, Int32(0)), cutlass.select_(some, stop, Int32(0))
         return first, stop
+
+    def pair(self, row: Row) -> pipeline.NamedBarrier:
+        """Return the barrier of the two warps that share 32 heads."""
+        return pipeline.NamedBarrier(PAIR + row.tidx // 32 % 2, 64)
 
     @cute.jit
     def row(self, heads: Int32, work: Work):

@@ -68,7 +68,12 @@ def attend(
     wide_lse = torch.full((batch, heads + 1 + GUARDS), float("nan"))
     out, lse = wide[:, 1 : heads + 1], wide_lse[:, 1 : heads + 1]
     call = Call(*one, out, lse, None, SM_SCALE, q_scale, kv_scale, splits, "emulator")
-    settings = {"dtype": DTYPES[dtype], "out_dtype": DTYPES[out.dtype], "page_size": call.page_size}
+    settings = {
+        "dtype": DTYPES[one.kv_cache.dtype],
+        "q_dtype": DTYPES[dtype],
+        "out_dtype": DTYPES[out.dtype],
+        "page_size": call.page_size,
+    }
     settings |= {"cluster": 1 + (heads > HEADS) if cluster is None else cluster}
     gpu = device(ARCH, checks="race", schedule=schedule, seed=1)
     kernel, code = built(kernel_type, fake_args, ARCH, **settings, partial=splits > 1)
