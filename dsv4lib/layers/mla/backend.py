@@ -10,13 +10,15 @@ Names and life cycle are those of SGLang's attention back ends, so that an engin
 lengths and page table from the buffers alone. Rows past the batch have the length 1 and any page that exists, so a
 padded row reads one token; nothing divides by a length.
 
-``DSV4_TRACE=1`` prints a line a launch on stderr: shapes, splits, workspace.
+``DSV4_TRACE=1`` prints a line a launch on stderr: shapes, splits, workspace and, on a GPU, which it then waits for, the
+time between two events.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +38,18 @@ from dsv4lib.ops.mla_page_table.op import mla_page_table
 
 SEQ_LEN_FILL = 1  # length of a padded row of a captured step
 PAGE_FILL = 1  # of its page table: any page that exists
+
+
+def timed(launch: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, str]:
+    """Launch; return the result and its time in words: none on a CPU and while a graph is captured."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return launch(), ""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    out = launch()
+    end.record()
+    end.synchronize()
+    return out, f" time {1000 * start.elapsed_time(end):.1f} us"
 
 
 class MLABackend:
@@ -255,11 +269,17 @@ class MLABackend:
             raise ArgumentError("q", tuple(q.shape), f"{metadata.batch} rows, as the step's metadata has")
         options = {"sm_scale": layer.scaling, "num_kv_splits": self.config.num_kv_splits, "backend": self.backend}
         options |= {"q_scale": self.config.q_scale, "kv_scale": self.config.kv_scale}
-        if os.environ.get("DSV4_TRACE") == "1":
-            print(self.describe(metadata, layer), file=sys.stderr)
         cache, table = self.pool.cache(layer.layer_id), metadata.block_kv_indices
         given = q_nope, q_pe, cache, metadata.seq_lens, table
-        return mla_decode(*given, workspace=metadata.workspace, **options).out.flatten(1)
+
+        def launch() -> Tensor:
+            return mla_decode(*given, workspace=metadata.workspace, **options).out.flatten(1)
+
+        if os.environ.get("DSV4_TRACE") != "1":
+            return launch()
+        out, time = timed(launch, q.device)
+        print(self.describe(metadata, layer) + time, file=sys.stderr)
+        return out
 
     def _queries(self, q: Tensor, q_rope: Tensor | None, layer: Any) -> tuple[Tensor, Tensor]:
         """Split queries if they come as one, and cast them to the model's type."""

@@ -1,5 +1,7 @@
 """The MLA back end on a Hopper: eager steps against fp64, captured steps bit by bit as eager ones, memory of graphs."""
 
+import re
+
 import pytest
 import torch
 
@@ -31,6 +33,16 @@ class Server:
         loc = self.slots[requests, [n - 1 for n in lengths]]
         ids, sizes = (torch.tensor(x, device="cuda") for x in (requests, lengths))
         return ForwardBatch(ForwardMode.DECODE, len(requests), ids, sizes, loc, lengths)
+
+
+def test_a_trace_has_the_time(monkeypatch, capfd):
+    server = Server(64, 16, 1)
+    batch = server.step([0, 2])
+    server.mla.init_forward_metadata(batch)
+    monkeypatch.setenv("DSV4_TRACE", "1")
+    q = torch.randn(2, 16, 576, device="cuda")
+    server.mla.forward_decode(q, None, None, server.config.layer(0), batch)
+    assert re.search(r"splits 1 workspace 0 time \d+\.\d us$", capfd.readouterr().err.strip())
 
 
 @pytest.mark.parametrize("splits", [-1, 1, 4])
