@@ -308,7 +308,7 @@ class MLABackend:
         if splits < 1 and launching.arch(self.backend, ARCHS) in hopper.ARCHS:
             splits = hopper.choose_splits(batch, heads, tokens, sms)
         elif splits < 1:
-            splits = num_kv_splits_by_clusters(tokens, batch, sms)
+            splits = num_kv_splits_by_clusters(tokens, batch, sms, heads=heads)
         space = 0 if metadata.workspace is None else metadata.workspace.nbytes
         sizes = f"B {batch} H {heads} tokens <= {tokens} page {self.config.page_size}"
         types = f"q {self.config.dtype} kv {self.config.cache_dtype}"

@@ -10,6 +10,7 @@ from dsv4lib.layers.mla.batch import ROUTES, Route, route
 from dsv4lib.layers.mla.flags import ServerSettings, parse
 from dsv4lib.layers.mla.metadata import MetadataPool, width_of
 from dsv4lib.ops.common.graph_capture import Captured
+from dsv4lib.ops.mla_decode.splits import num_kv_splits_by_clusters, workspace_bytes
 from dsv4lib.ops.mla_page_table.op import MisalignedPage
 from tests.cases import cases
 from tests.layers.mla.machine import CONTEXT, Server, close
@@ -133,6 +134,22 @@ def test_metadata_is_allocated_once_a_bucket():
     assert widths == [256, 64, width_of(config, 5000)] and pool.allocations == 4 and pool.nbytes > 0
     with pytest.raises(ArgumentError, match="max_context_len=5000"):
         pool.take(1, 5001)
+
+
+@pytest.mark.parametrize("heads", [5, 100])
+@pytest.mark.parametrize("splits", [-1, 1, 3])
+def test_the_workspace_holds_the_splits_of_every_batch(heads, splits):
+    """Of the buckets and of captured steps, whatever part of their rows a step has."""
+    config = MLAConfig(heads, num_kv_splits=splits)
+    server = MLABackend(config, MLAPool(config, 2), torch.full((1, 8), -1).int(), "reference")
+    server.init_cuda_graph_state(9)
+    taken = [server.metadata_pool.take(batch, tokens) for batch in (1, 3, 5, 8) for tokens in (900, 5000, 131072)]
+    for metadata in (*taken, *(server.graph_metadata.rows(batch) for batch in range(1, 10))):
+        capacity = metadata.block_kv_indices.shape[1] * config.page_size
+        needed = workspace_bytes(
+            metadata.batch, num_kv_splits_by_clusters(capacity, metadata.batch, 148, splits, heads), heads
+        )
+        assert (metadata.workspace is None and needed == 0) or metadata.workspace.numel() >= needed
 
 
 def test_a_serving_run_allocates_a_few_times():
