@@ -176,9 +176,9 @@ def types() -> Value:
     return Value(f"here {pairs} pairs of types, pages of {pages}", torch.float8_e4m3fn in CACHE_DTYPES and 16 in PAGES)
 
 
-@claim("more than one split hangs; set more than one", "it hung for large B with many splits, persistent CTAs alone")
+@claim("more than one split hangs; set more than one", "reported for B 8 with 8 splits; more than one is what hung")
 def hang() -> Value:
-    """Take the reported shape: one CTA an item here, none waits for another."""
+    """Take the reported shape: here an item is a CTA or a pair, and waits for no other item."""
     items, size = 8 * 8, mla_workspace_size(8192, 8, 148, 8)
     refused = error_of(lambda: check_num_kv_splits(MOST_SPLITS + 1))
     return Value(f"B 8, 8 splits: {items} items in one grid, {size:,} B; above {MOST_SPLITS} refused", bool(refused))

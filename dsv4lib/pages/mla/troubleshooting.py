@@ -110,8 +110,8 @@ SYMPTOMS = (
     ),
     Symptom(
         "it hangs with many splits",
-        "persistent CTAs that wait for each other",
-        "1 to 256 splits, none waits here",
+        "reported upstream for B 8 with 8 splits, cause not found",
+        "1 to 256 here, where no CTA waits for one of another item",
         lambda: _decode(num_kv_splits=1000),
         "1 to 256",
     ),
