@@ -62,7 +62,7 @@ class Mma(Plan):
     def mma_items(self, requests: Requests, items: Items, shared: Addresses, base: Int32, rings: MmaRings):
         """Issue S of tile j + 1 before P V of tile j, so that the softmax of a tile overlaps MMAs.
 
-        A block of O is waited for before an item's first P V: the softmax warps read what the item before left there.
+        An item's first P V waits for its P alone: softmax warps make that after they have read O of the item before.
         """
         (q, kv, pe), s, p, o = rings
         consumer, producer = pipeline.PipelineUserType.Consumer, pipeline.PipelineUserType.Producer
@@ -114,9 +114,6 @@ class Mma(Plan):
                     block_state = o_state.clone()
                     # O += P @ V, a block of dims at a time
                     for block in cutlass.range_constexpr(self.blocks):
-                        if tile == 1:
-                            o.producer_acquire(block_state)
-                            umma.fence_after_thread_sync()
                         column = base + block * (self.block // 2)
                         if cutlass.const_expr(self.cluster == 1):
                             stage = shared.kv + kv_release_state.index * self.stage_bytes

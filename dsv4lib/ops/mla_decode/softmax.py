@@ -325,9 +325,5 @@ class Softmax(Queries):
                     cute.autovec_copy(rOut, cute.logical_divide(cute.local_tile(gRow, (32,), (line,)), (8,)))
                 cute.arch.sync_warp()
             if any_tile:
-                umma.fence_before_thread_sync()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    o.consumer_release(o_state)
                 o_state.advance()
         return o_state

@@ -234,7 +234,7 @@ def test_budget(settings, registers):
     """No spills; shared memory is what the configuration says; O and S fit into tensor memory; the MMAs are these."""
     kernel, code = built(MlaDecode, fake_args, ARCH, **settings)
     rows = {row.resource: row for row in kernel.budget()}
-    assert all(row.used <= row.limit for row in rows.values())
+    assert all(row.used <= row.limit for row in rows.values()) and kernel.kv_stages >= kernel.blocks
     assert code.local_bytes == 0 and code.registers <= registers and small(code)
     assert code.smem_bytes == rows["SMEM: total"].used and code.threads == rows["threads"].used
     assert rows["TMEM: O"].used + rows["TMEM: S"].used <= rows["TMEM: total"].used
