@@ -58,7 +58,7 @@ def test_numbers(name):
     one, splits = shape(name)
     found = attend(one, splits=splits)
     assert found.record.passed, found.record.reasons
-    assert found.lse_error < LSE_ERROR and not found.hazards and found.leaked == 0
+    assert found.lse_error < LSE_ERROR and not found.hazards and found.leaked == 0 and found.over_bound < 1
     empty = one.seq_lens <= 0
     assert not found.out[empty].any() and bool((found.lse[empty] == -math.inf).all())
 
@@ -90,7 +90,7 @@ def test_fp8_scales(name, q_scale):
     """The scale of queries is in the logits, that of entries in the logits and in out."""
     one, _ = shape(name)
     found = attend(one, q_scale=q_scale, kv_scale=3.0)
-    assert found.record.passed and found.lse_error < LSE_ERROR, found.record.reasons
+    assert found.record.passed and found.lse_error < LSE_ERROR and found.over_bound < 1, found.record.reasons
 
 
 def test_limbs_of_hard_queries():
