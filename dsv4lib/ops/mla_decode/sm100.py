@@ -1,4 +1,4 @@
-"""Attend to a paged cache of latents on SM100: MLA decode, absorbed, 64 heads of a request a CTA, 128 a pair.
+"""Attend to a paged cache of latents on SM100 (MLA decode, absorbed).
 
     s_t = scale * (q_nope . c_t + q_pe . r_t)      t over the request's tokens; entry t: latent c_t (512), key r_t (64)
     out = sum_t softmax(s)_t c_t                   lse = ln sum_t e^{s_t}; -inf and out = 0 without tokens
