@@ -164,10 +164,13 @@ def test_a_pair_and_two_ctas_agree():
     assert float(error.sqrt()) < 2**-7
 
 
-def test_rows_may_lie_apart():
-    """Views with other strides: queries of one tensor, pages with space between them."""
-    one = case([100, 30], 4, 16, seed=9)
-    q = torch.cat((one.q_nope, one.q_pe), -1)
+@pytest.mark.parametrize("heads", cases(4, full=[70]))
+def test_rows_may_lie_apart(heads):
+    """Views with other strides: queries of one tensor between heads that are NaN, pages with space between them."""
+    one = case([100, 30], heads, 16, seed=9)
+    wide = torch.full((2, 128, 576), math.nan).bfloat16()
+    q = wide[:, 3 : 3 + heads]
+    q.copy_(torch.cat((one.q_nope, one.q_pe), -1))
     pool = torch.full((2 * len(one.kv_cache), 20, 640), float("nan")).bfloat16()
     cache = pool[::2, :16, :576]
     cache.copy_(one.kv_cache)
