@@ -143,10 +143,7 @@ def test_every_fault_has_its_finder():
     [
         ({"dtype": "fp8"}, "dtype"),
         ({"page": 48}, "page"),
-        ({"cluster": 3}, "cluster"),
-        ({"ahead": 9}, "ahead"),
         ({"queries": "fp8"}, "queries"),
-        ({"cache": "fp8", "cluster": 2}, "cluster"),
         ({"out": "fp32"}, "out"),
     ],
 )

@@ -29,7 +29,7 @@ class WrongHalf(MlaDecode):
         """See `Attend.release`."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive_empty(ring.empty + (stage * 2 + 1 - place.group))  # WRONG: group
+            cute.arch.mbarrier_arrive(ring.empty + (stage * 2 + 1 - place.group))  # WRONG: group
 
 
 class HastyEnd(MlaDecode):
