@@ -145,6 +145,8 @@ class MlaDecode(Attend):
             for i in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(ring.weighed + i, MATH_WARPS // 2)
             cute.arch.mbarrier_init_fence()
+        if warp == MATH_WARPS:
+            self.prefetch_maps(sources)
         cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 
 from dsv4lib.dsl import boxes
 from dsv4lib.ops.mla_decode.sm90.config import (
@@ -84,6 +85,13 @@ class Load(Config):
             layout = cute.make_layout((depth, inner, outer), stride=(1, of_inner, of_outer))
             made.append(boxes.box_atom(cute.make_tensor(tensor.iterator, layout), (CHUNK, rows, 1)))
         return Sources(*made)
+
+    @cute.jit
+    def prefetch_maps(self, sources: Sources):
+        """Fetch the tensor maps, which are parameters of this launch. No kernel before wrote them."""
+        for source, raw in zip(sources, (self.fp8_queries, self.fp8_queries, self.fp8_cache), strict=True):
+            if cutlass.const_expr(not raw):
+                cpasync.prefetch_descriptor(source)
 
     @cute.jit
     def load_q(self, sources: Sources, work: Work, ring: Ring):
