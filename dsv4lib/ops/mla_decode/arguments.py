@@ -18,7 +18,7 @@ ANY_NUMBER = (1 << 31) - 1  # of CTAs
 def fake_args(kernel: MlaDecode) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     fake, lead = Fakes(), "S" if kernel.partial else ""
-    queries = fake(kernel.element, "BHD", ROWS), fake(kernel.element, "BHR", ROWS)
+    queries = fake(kernel.q_element, "BHD", ROWS), fake(kernel.q_element, "BHR", ROWS)
     requests = Requests(fake(Int32, "B"), fake(Int32, "BN"))
     outputs = Outputs(fake(kernel.out_element, f"{lead}BHD", ROWS), fake(Float32, f"{lead}BH"), Float32(1.0))
     numbers = Float32(1.0), Int32(1), Int32(1)
@@ -41,8 +41,8 @@ def launch_args(
     batch, heads, latent = call.q_nope.shape
     lead = (num_splits,) if kernel.partial else ()
     return (
-        wrap("q_nope", call.q_nope, kernel.element, (batch, heads, latent), ROWS),
-        wrap("q_pe", call.q_pe, kernel.element, (batch, heads, None), ROWS),
+        wrap("q_nope", call.q_nope, kernel.q_element, (batch, heads, latent), ROWS),
+        wrap("q_pe", call.q_pe, kernel.q_element, (batch, heads, None), ROWS),
         wrap("kv_cache", call.kv_cache, kernel.element, (None, kernel.page_size, None), ROWS),
         Requests(
             wrap("seq_lens", call.seq_lens, Int32, (batch,)), wrap("page_table", call.page_table, Int32, (batch, None))

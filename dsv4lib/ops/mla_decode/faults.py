@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -14,6 +16,7 @@ from dsv4lib.dsl import umma
 from dsv4lib.ops.fmha.combine import Combine
 from dsv4lib.ops.mla_decode.config import CHUNK_BYTES, HEADS, ROW, TILE
 from dsv4lib.ops.mla_decode.mma import STEP
+from dsv4lib.ops.mla_decode.queries import QueryTensors
 from dsv4lib.ops.mla_decode.sm100 import MlaDecode
 from dsv4lib.ops.mla_decode.work import Row, Work
 
@@ -48,7 +51,7 @@ class NoRotatedKeys(MlaDecode):
                     offset = chunk * CHUNK_BYTES + k * STEP  # also of Q: 64 heads as 64 tokens
                     rows = umma.advanced(a, offset), umma.advanced(b, offset)
                     add = block + chunk + k > 0  # WRONG: True, S has the rotated dims
-                    umma.mma(d, *rows, self.qk_instruction, add, ws=True, kind=self.kind)
+                    umma.mma(d, *rows, self.qk_instruction, add, **self.variant)
 
 
 class PadRowsStored(MlaDecode):
@@ -125,6 +128,59 @@ class AlwaysOverwrites(MlaDecode):
         MlaDecode.mma_pv(self, o, sP, stage, Boolean(False))  # WRONG: accumulate
 
 
+class HighLimbOfP(MlaDecode):
+    """Of bf16 queries and FP8 entries, multiplies the high limb of P alone: 4 significant bits of 8."""
+
+    @cute.jit
+    def mma_pv(self, o: Int32, sP: Int32, stage: Int32, accumulate: cutlass.Boolean):
+        """See `Mma.mma_pv`."""
+        with cute.arch.elect_one():
+            p, v = umma.at(self.p_descriptor, sP), umma.at(self.v_descriptor, stage)
+            for k in cutlass.range_constexpr(self.p_limb // HEADS // STEP):  # WRONG: of each limb
+                add = accumulate if k == 0 else Boolean(True)
+                rows = umma.advanced(p, k * STEP), umma.advanced(v, k * self.v_step)
+                umma.mma(o, *rows, self.pv_instruction, add, **self.variant)
+
+
+class ScaleOfHeads(MlaDecode):
+    """Of bf16 queries and FP8 entries, forgets by what a head was scaled."""
+
+    @cute.jit
+    def split_q(self, queries: QueryTensors, work: Work, row: Row, sQ: Int32, sRow: cute.Tensor):
+        """See `Queries.split_q`."""
+        MlaDecode.split_q(self, queries, work, row, sQ, sRow)
+        return Float32(1.0)  # WRONG: what it returns
+
+
+class HastyValues(MlaDecode):
+    """In a pair, signals values of the last tile that have not landed to the warps that write zeros over them."""
+
+    @cute.jit
+    def signal_last(self, kv: Any, kv_state: Any, s: Any, s_state: Any):
+        """See `Mma.signal_last`."""
+        last = s_state.clone()
+        last.reverse()
+        self.signal_values(s, last)  # WRONG: no wait
+
+
+class OwnTokens(MlaDecode):
+    """Both CTAs of a pair bring the keys of the first 64 tokens of a tile."""
+
+    @cute.jit
+    def load_keys(
+        self,
+        atom: cute.CopyAtom,
+        rows: Int32,
+        barrier: cute.Pointer,
+        dim: Int32,
+        page: Int32,
+        tile: Int32,
+        dims: cutlass.Constexpr,
+    ):
+        """See `Load.load_keys`."""
+        self.load_boxes(atom, rows, barrier, dim, page, tile, dims, Int32(0), self.boxes)  # WRONG: rank * boxes
+
+
 class MaximumForTheSum(Combine):
     """Divides by e^max of the LSEs, not by their sum: O of all splits is added up as if one had all the weight."""
 
@@ -147,6 +203,10 @@ CAUGHT_BY = {
     SplitsOfTokens: "wrong numbers",
     ValuesTooEarly: "missing_proxy_fence",
     AlwaysOverwrites: "wrong numbers",
+    HighLimbOfP: "wrong numbers",
+    ScaleOfHeads: "wrong numbers",
+    HastyValues: "race_shared",
+    OwnTokens: "wrong numbers",
     MaximumForTheSum: "wrong numbers",
 }
 FAULTS = {kernel.__name__: kernel for kernel in CAUGHT_BY}

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dsv4lib.errors import BackendUnavailable
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.fmha.arguments import combine_args
 from dsv4lib.ops.fmha.arguments import fake_args as combine_fake_args
@@ -14,26 +13,19 @@ from dsv4lib.ops.fmha.combine import Combine, loads_at_once
 from dsv4lib.ops.mla_decode import arguments
 from dsv4lib.ops.mla_decode.config import DTYPES, LATENT
 from dsv4lib.ops.mla_decode.sm100 import MlaDecode
+from dsv4lib.ops.mla_decode.splits import ctas_of
 
 ARCHS = ("sm_100a", "sm_103a")
 
 
 def launch(backend: str, call: Any) -> None:
-    """Launch a call of `op.mla_decode` that has requests and pages.
-
-    Raises:
-        BackendUnavailable: queries and entries of different types.
-    """
-    q, entries = call.q_nope, call.kv_cache
-    if q.dtype != entries.dtype:
-        raise BackendUnavailable(
-            f"op mla_decode: no kernel of Blackwell attends with queries of {q.dtype} to entries of {entries.dtype} "
-            "(fix: queries of float8_e4m3fn, or back end reference)"
-        )
+    """Launch a call of `op.mla_decode` that has requests and pages."""
+    q = call.q_nope
     sms = call.sm_count(backend)
     splits, stream = call.splits_on(sms), launching.stream(backend, q)
     out_dtype = DTYPES[call.out.dtype]
-    settings = {"dtype": DTYPES[q.dtype], "out_dtype": out_dtype, "page_size": call.page_size}
+    settings = {"dtype": DTYPES[call.kv_cache.dtype], "out_dtype": out_dtype, "page_size": call.page_size}
+    settings |= {"cluster": ctas_of(q.shape[1]), "q_dtype": DTYPES[q.dtype]}
 
     def attend(partial: bool, out: Tensor, lse: Tensor) -> None:
         kernel, code = _code(backend, MlaDecode, {**settings, "partial": partial}, arguments.fake_args)

@@ -208,7 +208,7 @@ class Call(NamedTuple):
             self._check_workspace(self.num_kv_splits)
 
     def _check_workspace(self, num_kv_splits: int) -> None:
-        needed = workspace_bytes(len(self.q_nope), num_kv_splits)
+        needed = workspace_bytes(len(self.q_nope), num_kv_splits, self.q_nope.shape[1])
         if self.workspace is not None and self.workspace.numel() < needed:
             allowed = f"at least [{needed}] for {num_kv_splits} splits"
             raise ArgumentError("workspace.shape", tuple(self.workspace.shape), allowed)
@@ -260,7 +260,8 @@ class Call(NamedTuple):
 
     def splits_on(self, sm_count: int) -> int:
         """Choose the splits of this call on a GPU of so many SMs, and check that the workspace holds them."""
-        splits = num_kv_splits_by_clusters(self.capacity, len(self.q_nope), sm_count, self.num_kv_splits)
+        batch, heads, _ = self.q_nope.shape
+        splits = num_kv_splits_by_clusters(self.capacity, batch, sm_count, self.num_kv_splits, heads)
         self._check_workspace(splits)
         return splits
 
@@ -269,7 +270,7 @@ class Call(NamedTuple):
         batch, heads, _ = self.q_nope.shape
         space = self.workspace
         if space is None:
-            size = workspace_bytes(batch, num_kv_splits)
+            size = workspace_bytes(batch, num_kv_splits, heads)
             space = plans.scratch(size, dtype=torch.uint8, like=self.q_nope)
         rows = num_kv_splits * batch * heads
         space = space[: 4 * rows * (LATENT + 1)].view(torch.float32)

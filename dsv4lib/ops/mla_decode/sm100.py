@@ -1,10 +1,12 @@
-"""Attend to a paged cache of latents on SM100: MLA decode, absorbed, 64 heads of a request a CTA.
+"""Attend to a paged cache of latents on SM100: MLA decode, absorbed, 64 heads of a request a CTA, 128 a pair.
 
     s_t = scale * (q_nope . c_t + q_pe . r_t)      t over the request's tokens; entry t: latent c_t (512), key r_t (64)
     out = sum_t softmax(s)_t c_t                   lse = ln sum_t e^{s_t}; -inf and out = 0 without tokens
 
-It is MQA whose keys are 576 dims and whose values are the first 512 of the same entries, so a tile is loaded once and
-serves both products: read with its tokens as N it is K, read with its dims as N it is V.
+It is MQA whose keys are 576 dims and whose values are the first 512 of the same entries.
+
+Up to 64 heads: one CTA. A tile of 64 tokens is loaded once and serves both products: read with its tokens as N it is K,
+read with its dims as N it is V.
 
     SMEM (16 bits)                  byte         TMEM: 128 lanes x 512 columns
   +------------------------------+ 0                 0         128        256   288   320
@@ -19,50 +21,84 @@ serves both products: read with its tokens as N it is K, read with its dims as N
   | P  64 heads x 128 B          |
   +------------------------------+ 229,376
   | row exchange 3 x 512 B, mbarriers, TMEM address
-  +------------------------------+ 231,052
+  +------------------------------+ 231,108
 
 Why M 64 in the weight-stationary MMA (`tcgen05.mma.ws`): the fp32 O of 128 heads x 512 dims would fill tensor memory.
 With 64 rows the left half of N lies in lanes 0-63 and the right half in 64-127, so O takes 256 columns, and each score
 has one thread. A tile is two stages, each a block of O: P V of the first block frees its half of a tile while the
 second is multiplied.
 
-FP8 (E4M3 queries and entries, `kind::f8f6f4`): a chunk is 128 dims, rotated dims and P are rows of 64 bytes with the
-64-byte swizzle. P is relative to a row_max that is 2^4 below the maximum, so that it uses E4M3's range.
+65 to 128 heads: a pair of CTAs (`cta_group::2`, M 128), 64 heads each, tiles of 128 tokens, as in CUTLASS. The tensor
+core takes half of N from each CTA, and leaves it in 64 lanes of both: S of tokens 0-63 and 64-127, O of two chunks of
+dims. So CTA r brings as keys all dims of 64 tokens, and as values its chunk of dims of all 128: values are loaded a
+second time, from L2. S takes 2 x 64 columns, 384 of 512 with O.
+
+    SMEM of a CTA (16 bits)         byte
+  +------------------------------+ 0            a stage is 64 tokens x 128 dims of keys, or 128 tokens x 64 dims of
+  | Q  as above                  |              values; they come as they are multiplied:
+  +------------------------------+ 73,728
+  | latents  7 stages x 16,384 B |                  K 0 | K 1 | V 0 | K 2 | V 1 | ..     4 stages each
+  +------------------------------+ 188,416
+  | rotated keys  2 x 8,192 B    |
+  +------------------------------+ 204,800
+  | P  2 chunks x 64 x 128 B     |
+  +------------------------------+ 221,184
+  | row exchange, mbarriers, TMEM address
+  +------------------------------+ 222,972
+
+FP8 (E4M3 queries and entries, `kind::f8f6f4`): a chunk is 128 dims, rotated dims (alone P, too) are rows of 64 bytes
+with the 64-byte swizzle. P is relative to a row_max that is 2^4 below the maximum, so that it uses E4M3's range; its 4
+significant bits make an error of 2.6 % RMS.
+
+FP8 entries and bf16 queries: Q and P are sums of two E4M3 numbers (`queries`), so the error is that of bf16. Q takes as
+much of SMEM as in bf16, and there are twice the MMAs of FP8, as many clocks as of bf16. The softmax warps make Q once
+an item, and the pipeline `q` begins with an arrival of each.
 
 Roles (6 warps, 192 threads)
 
     warps 0-3   softmax   allocate TMEM; a tile: S -> registers, P -> SMEM, rescale O if needed; then out and LSE
-    warp  4     mma       a tile: 36 MMAs 64 x 64 x 16 (S), 8 MMAs 64 x 256 x 16 (O); S of tile j + 1 before P V of j
-    warp  5     load      an item: 9 boxes of 64 heads (Q); a tile: 9 boxes a page, by the lane that has the page
+    warp  4     mma       a tile: 36 MMAs 64 x 64 x 16 (S), 8 MMAs 64 x 256 x 16 (O); S of tile j + 1 before P V of j;
+                          of a pair CTA 0's alone: 36 MMAs 128 x 128 x 16, 32 MMAs 128 x 128 x 16
+    warp  5     load      an item: 9 boxes of 64 heads (Q); a tile: 9 boxes a page, by the lane that has the page; in a
+                          pair 9 for each page of its 64 tokens, 4 for each of the 128
 
 Pipelines
 
     q    TMA -> UMMA       1 stage    full: 73,728 bytes                   empty: commit after the item's last Q K^T
     pe   TMA -> UMMA       2 stages   full: 8,192 bytes                    empty: commit after Q K^T
     kv   TMA -> UMMA       4 stages   full: 32,768 bytes                   empty: commit after P V of its block
+         a pair            7 stages   full: 16,384 bytes of each CTA       empty: commit after its MMAs
     s    UMMA -> softmax   2 stages   full: commit after Q K^T, and an     empty: one arrival a softmax warp
-                                      arrival: the tile has landed
+                                      arrival: values have landed
     p    softmax -> UMMA   1 stage    full: one arrival a softmax warp     empty: commit after P V (O is up to date)
     o    UMMA -> softmax   a block    full: commit after the last P V      empty: one arrival a softmax warp
 
+Of a pair, what the MMA warp waits for is counted in CTA 0; its commits go to both. The arrival at `s` lets softmax
+warps write zeros over values past a request's end. In a pair these are values of the last tile, so that arrival comes
+once they have landed, after P V of the tile before.
+
 Heads that are not there are zeros of TMA (H 5: 59 of 64 rows) and are not stored: rows of an MMA are independent, so
-nothing leaks. They cost as much as others: H 1 takes the time of H 64. 65 to 128 heads are two items, which read the
-same tiles, the second time from L2.
+nothing leaks. They cost as much as others: H 1 takes the time of H 64, H 65 that of H 128.
 
-What limits it, modelled, not measured; a tile of 64 tokens in bf16, one CTA an SM, 148 SMs, clocks of 1.9 GHz:
+What limits it, modelled, not measured: clocks of a CTA for 128 tokens in bf16, 148 SMs at 1.9 GHz
 
-    bytes from DRAM      73,728 B     8 TB/s is 28 B a clock of an SM          2,600 clocks for up to 64 heads
-    bytes from L2        73,728 B     48 B a clock                             1,540
-    operands from SMEM   229,376 B    128 B a clock (Q and K 144 KiB,          1,790
-                                      P twice 16 KiB, V 64 KiB)
-    multiply-adds        64 x 64 x 1,088 at 4,096 a clock                      1,090
+                                                        64 heads   128 heads     128 heads
+                                                        one CTA    two such CTAs  a pair
+    bytes from DRAM at 8 TB/s, 28 B a clock of an SM    5,270      2,630          2,630
+    bytes from L2, 48 B a clock                         3,070      3,070          2,900
+    operands from SMEM, 128 B a clock                   3,580      3,580          2,180
+    multiply-adds, 4,096 a clock                        2,180      2,180          2,180
 
-Up to 64 heads it is bound by DRAM. With 128 heads a tile is read from DRAM once for two CTAs (1,300 clocks a CTA), so
-the 1,790 of SMEM bind: a factor of 1.4. A pair of CTAs (`cta_group::2`) that splits the tokens of a tile would save
-half of the reads of K and V; it is not built.
+So up to 64 heads are bound by DRAM; 128 by L2, a tenth above DRAM. A ring of 64 KiB is on its way while as much is
+multiplied: what latency that hides is not modelled.
 
-Items of a persistent launch (`sms` below their number) follow each other in a CTA: the next one's Q waits for the last
+Items of a persistent launch (fewer CTAs than items) follow each other in a CTA: the next one's Q waits for the last
 Q K^T, its first P V for the epilogue of O.
+
+Launches overlap as in `ops.fmha`: all roles wait for the kernel before, and successors may start as soon as tensor
+memory is allocated.
+
+Source: DeepSeek-V2, 2.1.2 and C (absorbed); CUTLASS, examples/77_blackwell_fmha (MLA) for the pair's split of operands.
 """
 
 from __future__ import annotations
@@ -76,14 +112,12 @@ from cutlass import Float32, Int32, memory, pipeline
 
 from dsv4lib.dsl import pipelines, tmem, umma
 from dsv4lib.ops.mla_decode.config import (
-    BLOCKS,
     HEADS,
     LOAD_WARP,
     LOG2_E,
     MMA_WARP,
     P_STAGES,
     PE_STAGES,
-    ROW_SLOTS,
     S_STAGES,
     SOFTMAX_THREADS,
     SOFTMAX_WARPS,
@@ -92,12 +126,13 @@ from dsv4lib.ops.mla_decode.config import (
 )
 from dsv4lib.ops.mla_decode.load import Addresses, Load, Sources
 from dsv4lib.ops.mla_decode.mma import Mma, MmaRings
+from dsv4lib.ops.mla_decode.queries import QueryTensors
 from dsv4lib.ops.mla_decode.softmax import Softmax, SoftmaxRings
 from dsv4lib.ops.mla_decode.work import Outputs, Requests
 
 
 class MlaDecode(Load, Mma, Softmax):
-    """MLA decode with 64 heads of a request at a time a CTA. Options as `Config`, a role of the docstring a base."""
+    """MLA decode with 64 heads of a request at a time a CTA. Options as `Config`; a base class for each role."""
 
     # ------------------------------------------------------------------ host
 
@@ -120,7 +155,7 @@ class MlaDecode(Load, Mma, Softmax):
             mQNope: [B, H, 512]. mQPe: [B, H, 64]. mCache: [P, page, 576].
             requests: lengths and page table. outputs: what is written.
             scale: of dot products of stored numbers. num_splits: of the tokens; 1 unless partial.
-            ctas: at most so many; each takes as many items as it must.
+            ctas: at most so many (a pair: 2 at least); each takes as many items as it must.
             stream: where the launch is queued.
         """
 
@@ -132,22 +167,25 @@ class MlaDecode(Load, Mma, Softmax):
             ]
             sPe: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, PE_STAGES * self.pe_bytes], umma.SWIZZLE_ATOM]
             sP: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, P_STAGES * self.p_bytes], umma.SWIZZLE_ATOM]
-            sRow: cute.struct.MemRange[Float32, SOFTMAX_THREADS * ROW_SLOTS]
+            sRow: cute.struct.MemRange[Float32, SOFTMAX_THREADS * self.row_slots]
             q_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.kv_stages]
             pe_barriers: cute.struct.MemRange[cutlass.Int64, 2 * PE_STAGES]
             s_barriers: cute.struct.MemRange[cutlass.Int64, 2 * S_STAGES]
             p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
-            o_barriers: cute.struct.MemRange[cutlass.Int64, 2 * BLOCKS]
+            o_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.blocks]
+            free_barrier: cute.struct.MemRange[cutlass.Int64, self.cluster - 1]
             tmem_address: cutlass.Int32
 
         self.storage = Storage
         batch, heads, _ = mQNope.shape
-        items = batch * num_splits * cute.ceil_div(heads, HEADS)
+        items = batch * num_splits * cute.ceil_div(heads, HEADS * self.cluster)
         sources = self.sources(mQNope, mQPe, mCache)
-        self.kernel(heads, sources, requests, outputs, self.exponent_scale(scale), num_splits).launch(
-            grid=(cutlass.min(items, ctas), 1, 1),
+        queries = QueryTensors(mQNope, mQPe) if cutlass.const_expr(self.limbs > 1) else None
+        self.kernel(heads, queries, sources, requests, outputs, self.exponent_scale(scale), num_splits).launch(
+            grid=(cutlass.min(items, cutlass.max(ctas // self.cluster, 1)), self.cluster, 1),
             block=(THREADS, 1, 1),
+            cluster=(1, self.cluster, 1) if self.cluster > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
@@ -163,6 +201,7 @@ class MlaDecode(Load, Mma, Softmax):
     def kernel(
         self,
         heads: Int32,
+        queries: Any,
         sources: Sources,
         requests: Requests,
         outputs: Outputs,
@@ -180,20 +219,24 @@ class MlaDecode(Load, Mma, Softmax):
         starts = (storage.q_barriers, storage.kv_barriers, storage.pe_barriers)
         load = self.load_rings(*(barriers.data_ptr() for barriers in starts))
         softmax_warps = len(SOFTMAX_WARPS)
-        s = pipelines.umma_to_warps(S_STAGES, softmax_warps, storage.s_barriers.data_ptr(), arrivals=2)
-        p = pipelines.warps_to_umma(P_STAGES, softmax_warps, storage.p_barriers.data_ptr())
-        o = pipelines.umma_to_warps(BLOCKS, softmax_warps, storage.o_barriers.data_ptr())
-        allocator = tmem.allocator(storage.tmem_address.ptr, TMEM_READY, SOFTMAX_THREADS + 32, SOFTMAX_WARPS[0])
-        pipeline.pipeline_init_arrive(pipelines.cluster_layout(1), is_relaxed=True)
-        pipeline.pipeline_init_wait(pipelines.cluster_layout(1))
+        s_barriers, p_barriers = storage.s_barriers.data_ptr(), storage.p_barriers.data_ptr()
+        s = pipelines.umma_to_warps(S_STAGES, softmax_warps, s_barriers, self.cluster, arrivals=2)
+        p = pipelines.warps_to_umma(P_STAGES, softmax_warps, p_barriers, self.cluster)
+        o = pipelines.umma_to_warps(self.blocks, softmax_warps, storage.o_barriers.data_ptr(), self.cluster)
+        free = storage.free_barrier.data_ptr() if self.cluster > 1 else None
+        users = SOFTMAX_THREADS + 32
+        allocator = tmem.allocator(storage.tmem_address.ptr, TMEM_READY, users, SOFTMAX_WARPS[0], free)
+        cluster = pipelines.cluster_layout(self.cluster)
+        pipeline.pipeline_init_arrive(cluster, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster)
 
         items = self.items(heads, requests, num_splits)
         buffers = (storage.sQ, storage.sKV, storage.sPe, storage.sP)
         shared = Addresses(*(buffer.data_ptr().toint() for buffer in buffers))
         if warp < MMA_WARP:
-            sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, ROW_SLOTS)))
-            rings = SoftmaxRings(s, p, o)
-            self.softmax(heads, requests, items, outputs, shared, sRow, allocator, rings, scale_log2)
+            sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, self.row_slots)))
+            rings = SoftmaxRings(load.q, s, p, o)
+            self.softmax(heads, queries, requests, items, outputs, shared, sRow, allocator, rings, scale_log2)
         elif warp == MMA_WARP:
             self.mma(requests, items, shared, allocator, MmaRings(load, s, p, o))
         else:

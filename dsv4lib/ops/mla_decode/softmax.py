@@ -25,30 +25,27 @@ from dsv4lib.ops.fmha.epilogue import multiply
 from dsv4lib.ops.fmha.softmax import rescale
 from dsv4lib.ops.fmha.work import Span, bits_of
 from dsv4lib.ops.mla_decode.config import (
-    BLOCK,
-    BLOCKS,
     CHUNK_BYTES,
-    HALF,
+    COLUMNS,
     HEADS,
     P_STAGES,
-    PAIR,
+    PIECE,
     RESCALE_LOG2,
     ROW,
     S_STAGES,
     SOFTMAX_THREADS,
     SUM_SLOT,
-    TILE,
     TMEM_DONE,
 )
 from dsv4lib.ops.mla_decode.load import Addresses
-from dsv4lib.ops.mla_decode.work import Items, Outputs, Plan, Requests, Row, Work
-
-PIECE = 16  # bytes of a store to shared memory
+from dsv4lib.ops.mla_decode.queries import Queries
+from dsv4lib.ops.mla_decode.work import Items, Outputs, Requests, Row, Work
 
 
 class SoftmaxRings(NamedTuple):
-    """Pipelines of the softmax warps."""
+    """Pipelines of the softmax warps. q: of queries of two limbs, else not theirs."""
 
+    q: Any
     s: pipeline.PipelineUmmaAsync
     p: pipeline.PipelineAsyncUmma
     o: pipeline.PipelineUmmaAsync
@@ -70,13 +67,14 @@ class Counts(NamedTuple):
     tiles: Int32
 
 
-class Softmax(Plan):
-    """The softmax warps."""
+class Softmax(Queries):
+    """The softmax warps. They also make the limbs of queries, where there are two."""
 
     @cute.jit
     def softmax(
         self,
         heads: Int32,
+        queries: Any,
         requests: Requests,
         items: Items,
         outputs: Outputs,
@@ -86,7 +84,11 @@ class Softmax(Plan):
         rings: SoftmaxRings,
         scale_log2: Float32,
     ):
-        """Run the softmax warps: tiles of an item, then its out and LSE."""
+        """Run the softmax warps: tiles of an item, then its out and LSE.
+
+        Args:
+            queries: `QueryTensors`, where they have two limbs, else None.
+        """
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
@@ -94,13 +96,19 @@ class Softmax(Plan):
         tensors = Tensors(allocator.retrieve_ptr(Float32), sRow, shared)
         s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
-        o_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, BLOCKS)
+        o_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.blocks)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         done = Int32(0)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work = self.work(requests, items, item)
             row = self.row(heads, work)
             counts = Counts(s_state, p_state, done)
-            row_max, row_sum, s_state, p_state, done = self.tiles(work, row, tensors, rings, counts, scale_log2)
+            own_scale = scale_log2
+            if cutlass.const_expr(self.limbs > 1):
+                if work.end > work.first:
+                    own_scale *= self.hand_over_q(queries, work, row, tensors, rings.q, q_state)
+                    q_state.advance()
+            row_max, row_sum, s_state, p_state, done = self.tiles(work, row, tensors, rings, counts, own_scale)
             o_state = self.finish(work, row, outputs, tensors, rings.o, o_state, row_max, row_sum)
         pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
         allocator.free(tensors.tmem)
@@ -108,23 +116,24 @@ class Softmax(Plan):
     @cute.jit
     def tiles(self, work: Work, row: Row, tensors: Tensors, rings: SoftmaxRings, counts: Counts, scale_log2: Float32):
         """Make P of all tiles of an item; return row_max (log2), this half's row_sum, and `Counts`."""
-        (s, p, _), address, tidx = rings, tensors.tmem, row.tidx
+        (_, s, p, _), address, tidx = rings, tensors.tmem, row.tidx
         s_state, p_state, done = counts.s.clone(), counts.p.clone(), counts.tiles
         pieces = self.p_pieces(tensors.shared.p, tidx % HEADS, row.half)
         row_max, row_sum = -Float32.inf, Float32(0.0)
-        rS, rP = cute.make_rmem_tensor(HALF, Float32), self.p_registers()
+        rS, rP = cute.make_rmem_tensor((COLUMNS, self.half // COLUMNS), Float32), self.p_registers()
         for tile in cutlass.range(work.first, work.end, unroll=1):
             s.consumer_wait(s_state)
             umma.fence_after_thread_sync()
-            tmem.load(address, self.s_column + s_state.index * HALF, tidx, rS)
+            for i in cutlass.range_constexpr(self.half // COLUMNS):
+                tmem.load(address, self.s_column + s_state.index * self.half + i * COLUMNS, tidx, rS[None, i])
             cute.arch.fence_view_async_tmem_load()
             umma.fence_before_thread_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 s.consumer_release(s_state)
             s_state.advance()
-            left = work.tokens - tile * TILE
-            self.mask(rS, left - row.half * HALF)
+            left = work.tokens - tile * self.tile
+            self.mask(rS, left - row.half * self.half)
             tile_max = self.tile_max(rS, row, tensors.rows, done % 2) * scale_log2 - self.p_shift
             # row_max = tile_max where that is more than 2^4 above it
             new_max = row_max
@@ -141,15 +150,36 @@ class Softmax(Plan):
             if cute.arch.vote_any_sync(changed):
                 if tile > work.first:
                     self.rescale_o(address, tidx, acc_scale)
-            if left < TILE:
+            if left < self.tile:
                 self.clear_past_end(tensors.shared.kv, done, left, tidx)
             self.store_p(rP, pieces)
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                p.producer_commit(p_state)
+            self.commit(p, p_state)
             p_state.advance()
             done += 1
         return row_max, row_sum, s_state, p_state, done
+
+    @cute.jit
+    def hand_over_q(
+        self,
+        queries: Any,
+        work: Work,
+        row: Row,
+        tensors: Tensors,
+        q: pipeline.PipelineAsyncUmma,
+        q_state: pipeline.PipelineState,
+    ):
+        """Make the limbs of this thread's share of the queries of an item; return the scale of its head."""
+        q.producer_acquire(q_state)
+        scale = self.split_q(queries, work, row, tensors.shared.q, tensors.rows)
+        self.commit(q, q_state)
+        return scale
+
+    @cute.jit
+    def commit(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
+        """Commit this warp's rows of P or of queries: one arrival."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ring.producer_commit(state)
 
     @cute.jit
     def rescale_o(self, address: cute.Pointer, tidx: Int32, acc_scale: Float32):
@@ -159,10 +189,11 @@ class Softmax(Plan):
     @cute.jit
     def mask(self, rS: cute.Tensor, left: Int32):
         """Make scores of tokens past the end -inf; ``left``: tokens from this thread's first on."""
-        if left < HALF:
-            valid = bits_of(Span(Int32(0), left), Int32(0))
-            for j in cutlass.range_constexpr(HALF):
-                rS[j] = cutlass.select_((valid >> j) & 1 == 1, rS[j], -Float32.inf)
+        if left < self.half:
+            for i in cutlass.range_constexpr(self.half // COLUMNS):
+                valid = bits_of(Span(Int32(0), left), Int32(i * COLUMNS))
+                for j in cutlass.range_constexpr(COLUMNS):
+                    rS[j, i] = cutlass.select_((valid >> j) & 1 == 1, rS[j, i], -Float32.inf)
 
     @cute.jit
     def tile_max(self, rS: cute.Tensor, row: Row, sRow: cute.Tensor, slot: Int32):
@@ -175,10 +206,6 @@ class Softmax(Plan):
         self.pair(row).arrive_and_wait()
         return cute.arch.fmax(half_max, sRow[row.tidx ^ HEADS, slot])
 
-    def pair(self, row: Row) -> pipeline.NamedBarrier:
-        """Return the barrier of the two warps that share 32 heads."""
-        return pipeline.NamedBarrier(PAIR + row.tidx // 32 % 2, 64)
-
     @cute.jit
     def weigh(self, rS: cute.Tensor, rP: cute.Tensor, scale_log2: Float32, row_max: Float32):
         """Make P = exp2(scale_log2 * S - row_max) in its type; return this thread's sum, of fp32."""
@@ -186,27 +213,37 @@ class Softmax(Plan):
         if row_max > -Float32.inf:
             shift = row_max
         sums = Float32(0.0), Float32(0.0)  # of even and odd tokens
-        for j in cutlass.range_constexpr(0, HALF, 2):
+        for j in cutlass.range_constexpr(0, self.half, 2):
             exponents = cute.arch.fma_packed_f32x2((rS[j], rS[j + 1]), (scale_log2, scale_log2), (-shift, -shift))
             rS[j], rS[j + 1] = (cute.math.exp2(x, fastmath=True) for x in exponents)
             sums = cute.arch.add_packed_f32x2(sums, (rS[j], rS[j + 1]))
         if cutlass.const_expr(self.dtype == "e4m3"):
-            for j in cutlass.range_constexpr(0, HALF, 4):
-                rP[j // 4] = convert.to_e4m3x4([rS[j + i] for i in range(4)])
+            for j in cutlass.range_constexpr(0, self.half, 4):
+                for limb, word in enumerate(convert.to_e4m3_limbs([rS[j + i] for i in range(4)], self.limbs)):
+                    rP[j // 4 + limb * (self.half // 4)] = word
         else:
-            rP.store(rS.load().reshape((PIECE // 2, HALF * 2 // PIECE)).to(self.element))
+            rP.store(rS.load().reshape((PIECE // 2, self.half * 2 // PIECE)).to(self.element))
         return sums[0] + sums[1]
 
     def p_registers(self) -> Any:
-        """Make registers [elements of a piece, pieces] for a thread's P: of its type, in FP8 words of four."""
-        kind = Int32 if self.dtype == "e4m3" else self.element
-        return cute.make_rmem_tensor((PIECE * 8 // kind.width, self.p_row // 2 // PIECE), kind)
+        """Make registers [elements of a piece, pieces] for a thread's P: of its type, in FP8 words of four.
+
+        Limbs follow each other.
+        """
+        kind, own = Int32 if self.dtype == "e4m3" else self.element, self.half * self.element.width // 8
+        return cute.make_rmem_tensor((PIECE * 8 // kind.width, self.limbs * own // PIECE), kind)
 
     def p_pieces(self, sP: Int32, head: Int32, half: Int32) -> tuple[Int32, ...]:
-        """Return the addresses of a thread's 16-byte pieces of P, swizzled as its rows of 128 or 64 bytes are."""
-        row, count = sP + head * self.p_row, self.p_row // 2 // PIECE
+        """Return the addresses of a thread's 16-byte pieces of P, swizzled as its rows of 128 or 64 bytes are.
+
+        Tokens of a head that do not fit into a row are in further chunks of 64 rows.
+        """
+        own = self.half * self.element.width // 8  # bytes
+        chunk, first = half * own // self.p_row, half * own % self.p_row // PIECE
+        row = sP + (chunk * HEADS + head) * self.p_row
         turn = head % 8 if self.p_row == ROW else head // 2 % 4
-        return tuple(row + ((half * count + i) ^ turn) * PIECE for i in range(count))
+        pieces = [row + ((first + i) ^ turn) * PIECE for i in range(own // PIECE)]
+        return tuple(piece + limb * self.p_limb for limb in range(self.limbs) for piece in pieces)
 
     @cute.jit
     def store_p(self, rP: cute.Tensor, pieces: tuple[Int32, ...]):
@@ -224,15 +261,21 @@ class Softmax(Plan):
 
     @cute.jit
     def clear_past_end(self, sKV: Int32, done: Int32, left: Int32, tidx: Int32):
-        """Write zeros over entries past a request's end, in the stages of tile ``done``."""
-        pieces = self.latent_chunks * (ROW // PIECE)  # of an entry
+        """Write zeros over values past a request's end, in the stages of tile ``done``.
+
+        In a pair stages of keys alternate with those of values, and the last tile's values are the last before those
+        of the next item.
+        """
+        chunks = self.stage_chunks if self.cluster == 1 else 1  # of values in a stage
+        pieces = self.blocks * chunks * (ROW // PIECE)  # of an entry
+        first = done * self.blocks if self.cluster == 1 else (2 * done + 1) * self.blocks
         zeros = cute.make_rmem_tensor(PIECE // 4, Int32)
         zeros.fill(0)
-        for number in cutlass.range(left * pieces + tidx, TILE * pieces, SOFTMAX_THREADS, unroll=1):
+        for number in cutlass.range(left * pieces + tidx, self.tile * pieces, SOFTMAX_THREADS, unroll=1):
             token, piece = number // pieces, number % pieces
             chunk, inside = piece // (ROW // PIECE), piece % (ROW // PIECE)
-            stage = (done * BLOCKS + chunk // self.stage_chunks) % self.kv_stages
-            place = sKV + stage * self.stage_bytes + chunk % self.stage_chunks * CHUNK_BYTES
+            stage = (first + chunk // chunks) % self.kv_stages
+            place = sKV + stage * self.stage_bytes + chunk % chunks * CHUNK_BYTES
             place += token * ROW + inside * PIECE
             target = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=PIECE)
             cute.autovec_copy(zeros, cute.make_tensor(target, PIECE // 4))
@@ -264,20 +307,20 @@ class Softmax(Plan):
         o_scale *= outputs.scale
         rO = cute.make_rmem_tensor(32, Float32)
         rOut = cute.make_rmem_tensor((8, 4), self.out_element)
-        for block in cutlass.range_constexpr(BLOCKS):
+        for block in cutlass.range_constexpr(self.blocks):
             if any_tile:
                 o.consumer_wait(o_state)
                 umma.fence_after_thread_sync()
-            for line in cutlass.range_constexpr(BLOCK // 2 // 32):
+            for line in cutlass.range_constexpr(self.block // 2 // COLUMNS):
                 if any_tile:
-                    tmem.load(tensors.tmem, block * (BLOCK // 2) + 32 * line, row.tidx, rO)
+                    tmem.load(tensors.tmem, block * (self.block // 2) + COLUMNS * line, row.tidx, rO)
                     cute.arch.fence_view_async_tmem_load()
                     multiply(rO, o_scale)
                 else:
                     rO.fill(0.0)
                 rOut.store(rO.load().reshape((8, 4)).to(self.out_element))
                 if row.inside:
-                    first = cute.assume(block * BLOCK + row.half * (BLOCK // 2), divby=32)
+                    first = cute.assume(block * self.block + row.half * (self.block // 2), divby=32)
                     gRow = cute.domain_offset((first,), mOut[work.request, row.head, None])
                     cute.autovec_copy(rOut, cute.logical_divide(cute.local_tile(gRow, (32,), (line,)), (8,)))
                 cute.arch.sync_warp()

@@ -6,10 +6,11 @@ Tokens are split in whole tiles of 128. With ``tiles`` of a request and so many 
 
 so a short request may have splits without tiles; they write zeros and an LSE of -inf.
 
-An item of work is (request, split), and a cluster of two CTAs takes one: a GPU of 148 SMs runs 74 items at once.
-`num_kv_splits_by_clusters` counts so. `num_kv_splits_by_sms` counts an SM for each item, as CUTLASS does: its choice
-needs a second wave of clusters in most cases (132 SMs, 4 requests of 8192 tokens: 128 items, 66 at once) and doubles
-what is combined. The op takes the first; the second is here to compare with.
+An item of work is (request, split), and of 128 heads a cluster of two CTAs takes one: a GPU of 148 SMs runs 74 items at
+once. `num_kv_splits_by_clusters` counts so; up to 64 heads it counts an SM for an item, as our kernels have one CTA for
+them. `num_kv_splits_by_sms` counts an SM for each item of 128 heads, as CUTLASS does: its choice needs a second wave of
+clusters in most cases (132 SMs, 4 requests of 8192 tokens: 128 items, 66 at once) and doubles what is combined. The op
+takes the first; the second is here to compare with.
 
 Source: CUTLASS, examples/77_blackwell_fmha, `sm100_fmha_mla_tma_warpspecialized.hpp` (`set_split_kv`).
 """
@@ -25,22 +26,31 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching
 
 TILE = 128  # tokens
-CLUSTER = 2  # CTAs of an item
+HEADS_OF_CTA = 64
+CLUSTER = 2  # CTAs of an item of 128 heads
 MOST_SPLITS = 256  # of a launch
 SM_COUNT = 148  # where there is no GPU: of a B200
-HEADS, LATENT = 128, 512  # of the workspace: heads whatever H is
+HEADS, LATENT = 128, 512  # the most heads, and dims of out
 PAGES = 16, 32, 64, 128  # tokens of a page
 FILL = -1  # of a padded page table
 
 
-def num_kv_splits_by_clusters(max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int = -1) -> int:
+def num_kv_splits_by_clusters(
+    max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int = -1, heads: int = HEADS
+) -> int:
     """Choose splits so that the items of a launch fill the clusters that run at once.
 
     Args:
         max_seq_len: tokens of the longest request, or as many as the page table can name. num_batches: requests.
         sm_count: SMs of the GPU. num_kv_splits: 1 or more: that many, at most `MOST_SPLITS`; below 1: choose.
+        heads: H.
     """
-    return _choose(max_seq_len, num_batches, sm_count // CLUSTER, num_kv_splits)
+    return _choose(max_seq_len, num_batches, sm_count // ctas_of(heads), num_kv_splits)
+
+
+def ctas_of(heads: int) -> int:
+    """Count the CTAs of an item: 1 up to 64 heads, else 2."""
+    return -(-heads // HEADS_OF_CTA)
 
 
 def num_kv_splits_by_sms(
@@ -80,7 +90,7 @@ class Steps(NamedTuple):
 
 
 def steps_of(max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int) -> Steps:
-    """Count steps and waves of requests of one length; what combining takes is not in them."""
+    """Count steps and waves of requests of one length and 128 heads; what combining takes is not in them."""
     tiles = -(-max_seq_len // TILE)
     waves = -(-num_batches * num_kv_splits // (sm_count // CLUSTER))
     return Steps(waves * -(-tiles // num_kv_splits), waves)
@@ -101,13 +111,15 @@ def mla_workspace_size(max_seq_len: int, num_batches: int, sm_count: int = 0, nu
         if value < 0:
             raise ArgumentError(name, value, "0 or more")
     check_num_kv_splits(num_kv_splits)
-    splits = num_kv_splits_by_clusters(max_seq_len, num_batches, sm_count or current_sm_count(), num_kv_splits)
-    return workspace_bytes(num_batches, splits)
+    given = max_seq_len, num_batches, sm_count or current_sm_count(), num_kv_splits
+    # Of few heads there may be more splits, of fewer heads each.
+    return max(workspace_bytes(num_batches, num_kv_splits_by_clusters(*given, h), h) for h in (HEADS_OF_CTA, HEADS))
 
 
-def workspace_bytes(num_batches: int, num_kv_splits: int) -> int:
-    """Count the bytes of O and LSE of every split; 0 for one."""
-    return num_batches * num_kv_splits * HEADS * (LATENT + 1) * 4 if num_kv_splits > 1 else 0
+def workspace_bytes(num_batches: int, num_kv_splits: int, heads: int = HEADS) -> int:
+    """Count the bytes of O and LSE of every split, of as many heads as the CTAs of an item have; 0 for one split."""
+    rows = num_batches * num_kv_splits * ctas_of(heads) * HEADS_OF_CTA
+    return rows * (LATENT + 1) * 4 if num_kv_splits > 1 else 0
 
 
 def check_num_kv_splits(num_kv_splits: int) -> None:

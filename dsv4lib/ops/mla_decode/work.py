@@ -1,7 +1,8 @@
 """Map CTAs to requests, heads and tokens.
 
-An item is (request, split of its tokens, 64 heads); CTAs take every `step`-th one, all roles by themselves, each as
-far ahead as its pipelines let it. Items of the same tokens follow each other, so that their tiles are read from L2.
+An item is (request, split of its tokens, 64 heads), or 128 heads of a pair of CTAs. CTAs or pairs take every `step`-th
+one, all roles by themselves, each as far ahead as its pipelines let it. Items of the same tokens follow each other, so
+that their tiles are read from L2.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, pipeline
 
 from dsv4lib.ops.mla_decode import splits
-from dsv4lib.ops.mla_decode.config import HEADS, SOFTMAX_THREADS, TILE, Config
+from dsv4lib.ops.mla_decode.config import HEADS, PAIR, SOFTMAX_THREADS, Config
 
 
 class Requests(NamedTuple):
@@ -46,7 +47,7 @@ class Work(NamedTuple):
 
     request: Int32
     split: Int32
-    head: Int32  # the first
+    head: Int32  # the first of this CTA
     tokens: Int32  # of the request
     first: Int32  # tiles of this split: first .. end - 1
     end: Int32
@@ -67,7 +68,7 @@ class Plan(Config):
     @cute.jit
     def items(self, heads: Int32, requests: Requests, num_splits: Int32):
         """Return the `Items` of this CTA."""
-        head_blocks = cute.ceil_div(heads, HEADS)
+        head_blocks = cute.ceil_div(heads, HEADS * self.cluster)
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         end = requests.seq_lens.shape[0] * num_splits * head_blocks
@@ -83,7 +84,12 @@ class Plan(Config):
         tokens = cutlass.max(requests.seq_lens[request], 0)
         tokens = cutlass.min(tokens, requests.page_table.shape[1] * self.page_size)
         first, stop = self.split_tokens(tokens, split, items.splits)
-        return Work(request, split, block * HEADS, tokens, first // TILE, cute.ceil_div(stop, TILE))
+        head = (block * self.cluster + self.rank()) * HEADS
+        return Work(request, split, head, tokens, first // self.tile, cute.ceil_div(stop, self.tile))
+
+    def rank(self) -> Int32:
+        """Return which CTA of a pair this is; 0 alone."""
+        return cute.arch.block_idx_in_cluster() if self.cluster > 1 else Int32(0)
 
     @cute.jit
     def split_tokens(self, tokens: Int32, split: Int32, num_splits: Int32):
@@ -96,6 +102,10 @@ class Plan(Config):
         some = first < stop  # else no tiles
         first, stop = cutlass.select_(some, first, Int32(0)), cutlass.select_(some, stop, Int32(0))
         return first, stop
+
+    def pair(self, row: Row) -> pipeline.NamedBarrier:
+        """Return the barrier of the two warps that share 32 heads."""
+        return pipeline.NamedBarrier(PAIR + row.tidx // 32 % 2, 64)
 
     @cute.jit
     def row(self, heads: Int32, work: Work):

@@ -10,7 +10,7 @@ from dsv4lib.emulator.driver.device import make as device
 from dsv4lib.ops.fmha import arguments as combining
 from dsv4lib.ops.fmha.combine import Combine, loads_at_once
 from dsv4lib.ops.mla_decode.arguments import ANY_NUMBER, fake_args, launch_args
-from dsv4lib.ops.mla_decode.config import DTYPES, LATENT
+from dsv4lib.ops.mla_decode.config import DTYPES, HEADS, LATENT
 from dsv4lib.ops.mla_decode.op import BF16, E4M3, SM_SCALE, Call, MlaOutput
 from dsv4lib.ops.mla_decode.sm100 import MlaDecode
 from dsv4lib.reference import mla_decode as oracle
@@ -56,6 +56,7 @@ def attend(
     splits=1,
     ctas=ANY_NUMBER,
     combine_type=Combine,
+    cluster=None,
     q_scale=1.0,
     kv_scale=1.0,
     schedule="round_robin",
@@ -67,7 +68,13 @@ def attend(
     wide_lse = torch.full((batch, heads + 1 + GUARDS), float("nan"))
     out, lse = wide[:, 1 : heads + 1], wide_lse[:, 1 : heads + 1]
     call = Call(*one, out, lse, None, SM_SCALE, q_scale, kv_scale, splits, "emulator")
-    settings = {"dtype": DTYPES[dtype], "out_dtype": DTYPES[out.dtype], "page_size": call.page_size}
+    settings = {
+        "dtype": DTYPES[one.kv_cache.dtype],
+        "q_dtype": DTYPES[dtype],
+        "out_dtype": DTYPES[out.dtype],
+        "page_size": call.page_size,
+    }
+    settings |= {"cluster": 1 + (heads > HEADS) if cluster is None else cluster}
     gpu = device(ARCH, checks="race", schedule=schedule, seed=1)
     kernel, code = built(kernel_type, fake_args, ARCH, **settings, partial=splits > 1)
     written = MlaOutput(out, lse)

@@ -15,6 +15,7 @@ from dsv4lib.ops.mla_decode.splits import (
     num_kv_splits_by_sms,
     pad_page_table,
     steps_of,
+    workspace_bytes,
 )
 from dsv4lib.reference import mla_decode as oracle
 
@@ -89,6 +90,11 @@ def test_splits_of_a_cluster_need_no_second_wave(sms, batch, tokens, by_sms, by_
         assert (splits, *steps_of(tokens, batch, sms, splits)) == wanted
 
 
+def test_items_of_one_cta_are_twice_as_many():
+    """Up to 64 heads an item is a CTA: 148 SMs run 148 of them."""
+    assert [num_kv_splits_by_clusters(8192, 2, 148, heads=h) for h in (1, 64, 65, 128)] == [64, 64, 32, 32]
+
+
 def test_splits_at_the_ends():
     for choose in (num_kv_splits_by_sms, num_kv_splits_by_clusters):
         assert choose(8192, 200, 148) == 1  # more requests than run at once
@@ -108,6 +114,12 @@ def test_workspace_size():
     assert mla_workspace_size(8192, 8, num_kv_splits=8) == 16_809_984
     assert mla_workspace_size(8192, 8, num_kv_splits=1) == mla_workspace_size(128, 8) == 0
     assert mla_workspace_size(8192, 4, 132) == 4 * 16 * 128 * 513 * 4
+    for heads in (5, 64, 65, 128):  # enough for any H, though of 64 heads and less there are more splits
+        for batch, tokens in ((4, 8192), (74, 4096), (100, 1 << 17), (1, 640)):
+            splits = num_kv_splits_by_clusters(tokens, batch, 148, heads=heads)
+            needed = workspace_bytes(batch, splits, heads)
+            assert needed <= mla_workspace_size(tokens, batch, 148)
+            assert needed >= 4 * 513 * splits * batch * heads or splits == 1
     assert mla_workspace_size(8192, 4) == mla_workspace_size(8192, 4, heuristic.current_sm_count())
     for name, given in (
         ("max_seq_len", (-1, 1)),
