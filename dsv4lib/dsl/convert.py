@@ -82,7 +82,7 @@ def from_e4m3x4(codes: Int32, *, loc: Any = None, ip: Any = None) -> list:
 
 
 def to_e4m3_limbs(values: list, limbs: int) -> list:
-    """Convert four values to a sum of so many codes each: words of four, the largest limb first."""
+    """Convert four values to sums of so many codes: words, the largest limb first."""
     words = []
     for limb in range(limbs):
         words.append(to_e4m3x4(values))

@@ -1,4 +1,6 @@
-"""Attend to a paged cache of latents, one query token a request: MLA as absorbed, which is MQA of 576 and 512 dims.
+"""Attend to a paged cache of latents, one query token a request.
+
+This is MLA as absorbed, MQA of 576 and 512 dims:
 
     s_t = sm_scale * (q_nope . c_t + q_pe . r_t)        entry t: latent c_t (512 dims), rotated key r_t (64)
     o = sum_t softmax(s)_t c_t                          lse = ln sum_t e^{s_t}

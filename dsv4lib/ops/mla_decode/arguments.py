@@ -1,4 +1,7 @@
-"""Arguments of the SM100 kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make arguments of the SM100 kernel.
+
+They are fake tensors to compile with; torch tensors, checked and wrapped, to launch with.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,10 @@ class NaturalExponent(MlaDecode):
 
 
 class NoRotatedKeys(MlaDecode):
-    """The product of the latents overwrites that of the rotated dims: right where q_pe is 0."""
+    """The product of the latents overwrites that of the rotated dims.
+
+    Right where q_pe is 0.
+    """
 
     @cute.jit
     def mma_latents(self, d: Int32, sQ: Int32, stage: Int32, block: cutlass.Constexpr):
@@ -55,7 +58,7 @@ class NoRotatedKeys(MlaDecode):
 
 
 class PadRowsStored(MlaDecode):
-    """Stores all 64 rows of the MMA: right for 64 heads, else over the heads of others."""
+    """Stores all 64 rows of the MMA. Right for 64 heads, else over the heads of others."""
 
     @cute.jit
     def row(self, heads: Int32, work: Work):
@@ -73,7 +76,7 @@ class PastTheEnd(MlaDecode):
 
 
 class EveryTokenCounts(MlaDecode):
-    """Weighs the tokens of the last tile past the end, zeros, as others: right for whole tiles."""
+    """Weighs the tokens of the last tile past the end as others. Right for whole tiles."""
 
     @cute.jit
     def mask(self, rS: cute.Tensor, left: Int32):
@@ -91,7 +94,10 @@ class NoRescale(MlaDecode):
 
 
 class OwnHalfMaximum(MlaDecode):
-    """Each thread takes the maximum of its half of a tile: the halves of O are of different scales."""
+    """Each thread takes the maximum of its half of a tile.
+
+    The halves of O are of different scales.
+    """
 
     @cute.jit
     def tile_max(self, rS: cute.Tensor, row: Row, sRow: cute.Tensor, slot: Int32):
@@ -129,7 +135,10 @@ class AlwaysOverwrites(MlaDecode):
 
 
 class HighLimbOfP(MlaDecode):
-    """Of bf16 queries and FP8 entries, multiplies the high limb of P alone: 4 significant bits of 8."""
+    """Multiplies the high limb of P alone, 4 significant bits of 8.
+
+    Of bf16 queries and FP8 entries.
+    """
 
     @cute.jit
     def mma_pv(self, o: Int32, sP: Int32, stage: Int32, accumulate: cutlass.Boolean):
@@ -143,7 +152,7 @@ class HighLimbOfP(MlaDecode):
 
 
 class ScaleOfHeads(MlaDecode):
-    """Of bf16 queries and FP8 entries, forgets by what a head was scaled."""
+    """Forgets by what a head was scaled, of bf16 queries and FP8 entries."""
 
     @cute.jit
     def split_q(self, queries: QueryTensors, work: Work, row: Row, sQ: Int32, sRow: cute.Tensor):
@@ -153,7 +162,10 @@ class ScaleOfHeads(MlaDecode):
 
 
 class HastyValues(MlaDecode):
-    """In a pair, signals values of the last tile that have not landed to the warps that write zeros over them."""
+    """Signals values of a pair's last tile that have not landed.
+
+    The softmax warps write zeros over their ends.
+    """
 
     @cute.jit
     def signal_last(self, kv: Any, kv_state: Any, s: Any, s_state: Any):
@@ -182,7 +194,10 @@ class OwnTokens(MlaDecode):
 
 
 class MaximumForTheSum(Combine):
-    """Divides by e^max of the LSEs, not by their sum: O of all splits is added up as if one had all the weight."""
+    """Divides by e^max of the LSEs, not by their sum.
+
+    O of all splits is added up as if one had all the weight.
+    """
 
     @cute.jit
     def max_and_sum(self, mLsePartial: cute.Tensor, token: Int32, head: Int32, lse: Float32):

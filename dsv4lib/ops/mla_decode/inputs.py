@@ -1,4 +1,7 @@
-"""Make a paged cache of latents and queries, for tests and pages; everything that must not be read is NaN."""
+"""Make a paged cache of latents and queries, for tests and pages.
+
+Everything that must not be read is NaN.
+"""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ from dsv4lib.ops.mla_decode.work import Items, Plan, Requests, Work
 
 
 class Sources(NamedTuple):
-    """TMA descriptors: queries in boxes of 64 heads; latents and rotated keys in boxes of a page's tokens.
+    """Hold TMA descriptors.
 
-    Queries of two limbs are no boxes (None): see `queries`.
+    Queries come in boxes of 64 heads, latents and rotated keys in boxes of a page's tokens. Queries of two limbs are
+    no boxes (None): see `queries`.
     """
 
     q_nope: Any
@@ -34,7 +35,10 @@ class Sources(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Pipelines of the load warp: queries of an item, latents (some dims of a tile a stage), rotated keys of a tile."""
+    """Hold the pipelines of the load warp.
+
+    They are of queries of an item, latents (some dims of a tile a stage), rotated keys of a tile.
+    """
 
     q: Any  # PipelineTmaUmma; of two limbs PipelineAsyncUmma
     kv: pipeline.PipelineTmaUmma
@@ -42,7 +46,7 @@ class Rings(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where shared memory holds queries, the ring of latents, that of rotated keys, and P."""
+    """Addresses of queries, the ring of latents, that of rotated keys, and P."""
 
     q: Int32
     kv: Int32
@@ -66,7 +70,7 @@ class Load(Plan):
         )
 
     def outwards(self, x: cute.Tensor) -> cute.Tensor:
-        """Order the modes of a row-major tensor [I, J, K] from the contiguous one outwards."""
+        """Order the modes of a row-major tensor from the contiguous one outwards."""
         (i, j, k), (of_i, of_j, _) = x.shape, x.stride
         return cute.make_tensor(x.iterator, cute.make_layout((k, j, i), stride=(1, of_j, of_i)))
 
@@ -92,9 +96,10 @@ class Load(Plan):
 
     @cute.jit
     def load(self, requests: Requests, items: Items, sources: Sources, shared: Addresses, rings: Rings):
-        """Run the load warp: queries of an item, then its tiles, in the order in which they are multiplied.
+        """Run the load warp: queries of an item, then its tiles.
 
-        Of a tile the rotated keys come first, then its latents. In a pair values follow the keys of the next tile.
+        They come in the order in which they are multiplied. Of a tile the rotated keys come first, then its latents.
+        In a pair values follow the keys of the next tile.
         """
         q, kv, pe = rings
         cute.arch.griddepcontrol_wait()
@@ -157,7 +162,7 @@ class Load(Plan):
 
     @cute.jit
     def page_of(self, requests: Requests, work: Work, tile: Int32):
-        """Return this lane's page of a tile; -1 past the length, and for lanes that have none."""
+        """Return this lane's page of a tile; -1 past the length and if it has none."""
         page, lane = Int32(-1), cute.arch.lane_idx()
         token = tile * self.tile + lane * self.box_tokens
         if lane < self.boxes * self.cluster and token < work.tokens:
@@ -192,7 +197,7 @@ class Load(Plan):
         page: Int32,
         tile: Int32,
     ):
-        """Load this CTA's chunks of all tokens of a tile, a stage each; return the state of the ring."""
+        """Load this CTA's chunks of all tokens of a tile. Returns the ring's state."""
         kv_state = kv_state.clone()
         for block in cutlass.range_constexpr(self.blocks):
             barrier, stage = self.claim(kv, kv_state), shared.kv + kv_state.index * self.stage_bytes
@@ -215,7 +220,10 @@ class Load(Plan):
         first: Int32,
         count: cutlass.Constexpr,
     ):
-        """Load ``count`` boxes of a tile from the ``first`` on, each by the lane that has its page."""
+        """Load ``count`` boxes of a tile from the ``first`` on.
+
+        Each is loaded by the lane that has its page.
+        """
         lane = cute.arch.lane_idx()
         if lane >= first and lane < first + count:
             slot = (tile * self.tile + lane * self.box_tokens) % self.page_size  # the first of the page

@@ -1,5 +1,6 @@
-"""Issue both products of a tile, S = Q @ K^T over 576 dims and O += P @ V over the first 512.
+"""Issue both products of a tile.
 
+S = Q @ K^T is over 576 dims, O += P @ V over the first 512 of them.
 Alone both are weight-stationary, in a pair `cta_group::2`: either way the halves of N lie in the two halves of the
 lanes. Of a pair the first CTA's warp issues for both.
 """
@@ -60,9 +61,11 @@ class Mma(Plan):
 
     @cute.jit
     def mma_items(self, requests: Requests, items: Items, shared: Addresses, base: Int32, rings: MmaRings):
-        """Issue S of tile j + 1 before P V of tile j, so that the softmax of a tile overlaps MMAs.
+        """Issue S of tile j + 1 before P V of tile j.
 
-        A block of O is waited for before an item's first P V: the softmax warps read what the item before left there.
+        The softmax of a tile then overlaps MMAs.
+
+        An item's first P V waits for its P alone: softmax warps make that after they have read O of the item before.
         """
         (q, kv, pe), s, p, o = rings
         consumer, producer = pipeline.PipelineUserType.Consumer, pipeline.PipelineUserType.Producer
@@ -114,9 +117,6 @@ class Mma(Plan):
                     block_state = o_state.clone()
                     # O += P @ V, a block of dims at a time
                     for block in cutlass.range_constexpr(self.blocks):
-                        if tile == 1:
-                            o.producer_acquire(block_state)
-                            umma.fence_after_thread_sync()
                         column = base + block * (self.block // 2)
                         if cutlass.const_expr(self.cluster == 1):
                             stage = shared.kv + kv_release_state.index * self.stage_bytes
@@ -140,9 +140,10 @@ class Mma(Plan):
 
     @cute.jit
     def signal_values(self, s: pipeline.PipelineUmmaAsync, s_state: pipeline.PipelineState):
-        """Signal landed values to the softmax warps: they may write to them, but did not wait for them.
+        """Signal landed values to the softmax warps.
 
-        In a pair this is about the last tile of an item alone; the others are not written to.
+        They may write to them, but did not wait for them. In a pair this is about the last tile of an item alone; the
+        others are not written to.
         """
         with cute.arch.elect_one():
             barrier = s.sync_object_full.get_barrier(s_state.index)
@@ -157,7 +158,7 @@ class Mma(Plan):
         s: pipeline.PipelineUmmaAsync,
         s_state: pipeline.PipelineState,
     ):
-        """Wait for the values of the last tile of an item, and signal them to the softmax warps."""
+        """Wait for the values of the last tile of an item, and signal them."""
         state, last = kv_state.clone(), s_state.clone()
         for _ in cutlass.range_constexpr(self.blocks):
             kv.consumer_wait(state)

@@ -215,7 +215,9 @@ class Call(NamedTuple):
             raise ArgumentError("workspace.shape", tuple(self.workspace.shape), allowed)
 
     def check_memory(self) -> None:
-        """Check strides and addresses: rows of queries, entries and out are copied 16 bytes at a time.
+        """Check strides and addresses.
+
+        Rows of queries, entries and out are copied 16 bytes at a time.
 
         Raises:
             ArgumentError: rows that are not contiguous, or do not start on 16 bytes.
@@ -260,14 +262,20 @@ class Call(NamedTuple):
             kernels.launch(backend, self)
 
     def splits_on(self, sm_count: int) -> int:
-        """Choose the splits of this call on a GPU of so many SMs, and check that the workspace holds them."""
+        """Choose the splits of this call on a GPU of so many SMs.
+
+        The workspace must hold them.
+        """
         batch, heads, _ = self.q_nope.shape
         splits = num_kv_splits_by_clusters(self.capacity, batch, sm_count, self.num_kv_splits, heads)
         self._check_workspace(splits)
         return splits
 
     def partial(self, num_kv_splits: int) -> MlaOutput:
-        """Lay out [splits, B, H, 512] and lse [splits, B, H] of all splits, fp32, in the workspace."""
+        """Place out and lse of all splits in the workspace.
+
+        They are fp32, [splits, B, H, 512] and [splits, B, H].
+        """
         batch, heads, _ = self.q_nope.shape
         space = self.workspace
         if space is None:

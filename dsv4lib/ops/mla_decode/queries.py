@@ -1,4 +1,6 @@
-"""Make queries of 16 bits sums of two E4M3 numbers, for entries in FP8: `kind::f8f6f4` multiplies no bf16.
+"""Make bf16 queries sums of two E4M3 numbers, for entries in FP8.
+
+`kind::f8f6f4` multiplies no bf16:
 
     q = s (hi + lo)        s a power of two a head, hi = e4m3(q / s), lo = e4m3(q / s - hi)
 
@@ -36,7 +38,7 @@ class Queries(Plan):
 
     @cute.jit
     def split_q(self, queries: QueryTensors, work: Work, row: Row, sQ: Int32, sRow: cute.Tensor):
-        """Store both limbs of this thread's dims to shared memory; return the scale of its head.
+        """Store both limbs of this thread's dims. Returns the scale of its head.
 
         Heads that are not there are zeros.
         """
@@ -70,7 +72,7 @@ class Queries(Plan):
         return convert.from_bits((small - TOP) << SHIFT)
 
     def place_of(self, half: Int32, piece: Int32) -> Int32:
-        """Return the first dim of a thread's piece of 16: it has half of each chunk of 128."""
+        """Return the first dim of a thread's piece of 16. It has half of each chunk of 128."""
         pieces = ROW // 2 // PIECE
         return piece // pieces * ROW + half * (ROW // 2) + piece % pieces * PIECE
 

@@ -1,4 +1,4 @@
-"""Attend to a paged cache of latents on SM100: MLA decode, absorbed, 64 heads of a request a CTA, 128 a pair.
+"""Attend to a paged cache of latents on SM100 (MLA decode, absorbed).
 
     s_t = scale * (q_nope . c_t + q_pe . r_t)      t over the request's tokens; entry t: latent c_t (512), key r_t (64)
     out = sum_t softmax(s)_t c_t                   lse = ln sum_t e^{s_t}; -inf and out = 0 without tokens
@@ -71,7 +71,8 @@ Pipelines
     s    UMMA -> softmax   2 stages   full: commit after Q K^T, and an     empty: one arrival a softmax warp
                                       arrival: values have landed
     p    softmax -> UMMA   1 stage    full: one arrival a softmax warp     empty: commit after P V (O is up to date)
-    o    UMMA -> softmax   a block    full: commit after the last P V      empty: one arrival a softmax warp
+    o    UMMA -> softmax   a block    full: commit after the last P V      empty: not waited for, P of the next item's
+                                                                           first tile comes after O has been read
 
 Of a pair, what the MMA warp waits for is counted in CTA 0; its commits go to both. The arrival at `s` lets softmax
 warps write zeros over values past a request's end. In a pair these are values of the last tile, so that arrival comes
@@ -93,7 +94,7 @@ So up to 64 heads are bound by DRAM; 128 by L2, a tenth above DRAM. A ring of 64
 multiplied: what latency that hides is not modelled.
 
 Items of a persistent launch (fewer CTAs than items) follow each other in a CTA: the next one's Q waits for the last
-Q K^T, its first P V for the epilogue of O.
+Q K^T, its softmax for the epilogue, which the same warps do.
 
 Launches overlap as in `ops.fmha`: all roles wait for the kernel before, and successors may start as soon as tensor
 memory is allocated.

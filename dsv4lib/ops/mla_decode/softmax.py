@@ -52,7 +52,10 @@ class SoftmaxRings(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the softmax warps use: tensor memory, the row exchange [thread, slot], addresses of shared memory."""
+    """What the softmax warps use.
+
+    That is tensor memory, the row exchange [thread, slot] and addresses of shared memory.
+    """
 
     tmem: cute.Pointer
     rows: cute.Tensor
@@ -115,7 +118,10 @@ class Softmax(Queries):
 
     @cute.jit
     def tiles(self, work: Work, row: Row, tensors: Tensors, rings: SoftmaxRings, counts: Counts, scale_log2: Float32):
-        """Make P of all tiles of an item; return row_max (log2), this half's row_sum, and `Counts`."""
+        """Make P of all tiles of an item.
+
+        Returns row_max (log2), this half's row_sum, and `Counts`.
+        """
         (_, s, p, _), address, tidx = rings, tensors.tmem, row.tidx
         s_state, p_state, done = counts.s.clone(), counts.p.clone(), counts.tiles
         pieces = self.p_pieces(tensors.shared.p, tidx % HEADS, row.half)
@@ -168,7 +174,7 @@ class Softmax(Queries):
         q: pipeline.PipelineAsyncUmma,
         q_state: pipeline.PipelineState,
     ):
-        """Make the limbs of this thread's share of the queries of an item; return the scale of its head."""
+        """Make the limbs of this thread's queries. Returns the scale of its head."""
         q.producer_acquire(q_state)
         scale = self.split_q(queries, work, row, tensors.shared.q, tensors.rows)
         self.commit(q, q_state)
@@ -188,7 +194,7 @@ class Softmax(Queries):
 
     @cute.jit
     def mask(self, rS: cute.Tensor, left: Int32):
-        """Make scores of tokens past the end -inf; ``left``: tokens from this thread's first on."""
+        """Make scores past the end -inf; ``left``: tokens from this thread's first on."""
         if left < self.half:
             for i in cutlass.range_constexpr(self.half // COLUMNS):
                 valid = bits_of(Span(Int32(0), left), Int32(i * COLUMNS))
@@ -208,7 +214,7 @@ class Softmax(Queries):
 
     @cute.jit
     def weigh(self, rS: cute.Tensor, rP: cute.Tensor, scale_log2: Float32, row_max: Float32):
-        """Make P = exp2(scale_log2 * S - row_max) in its type; return this thread's sum, of fp32."""
+        """Make P = exp2(scale_log2 * S - row_max). Returns this thread's sum, of fp32."""
         shift = Float32(0.0)  # a row that has seen no token yet: every score is -inf, every P 0
         if row_max > -Float32.inf:
             shift = row_max
@@ -226,17 +232,18 @@ class Softmax(Queries):
         return sums[0] + sums[1]
 
     def p_registers(self) -> Any:
-        """Make registers [elements of a piece, pieces] for a thread's P: of its type, in FP8 words of four.
+        """Make registers [elements of a piece, pieces] for a thread's P.
 
-        Limbs follow each other.
+        They are of its type, in FP8 words of four. Limbs follow each other.
         """
         kind, own = Int32 if self.dtype == "e4m3" else self.element, self.half * self.element.width // 8
         return cute.make_rmem_tensor((PIECE * 8 // kind.width, self.limbs * own // PIECE), kind)
 
     def p_pieces(self, sP: Int32, head: Int32, half: Int32) -> tuple[Int32, ...]:
-        """Return the addresses of a thread's 16-byte pieces of P, swizzled as its rows of 128 or 64 bytes are.
+        """Return the addresses of a thread's 16-byte pieces of P.
 
-        Tokens of a head that do not fit into a row are in further chunks of 64 rows.
+        They are swizzled as its rows of 128 or 64 bytes are. Tokens of a head that do not fit into a row are in
+        further chunks of 64 rows.
         """
         own = self.half * self.element.width // 8  # bytes
         chunk, first = half * own // self.p_row, half * own % self.p_row // PIECE
@@ -325,9 +332,5 @@ class Softmax(Queries):
                     cute.autovec_copy(rOut, cute.logical_divide(cute.local_tile(gRow, (32,), (line,)), (8,)))
                 cute.arch.sync_warp()
             if any_tile:
-                umma.fence_before_thread_sync()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    o.consumer_release(o_state)
                 o_state.advance()
         return o_state

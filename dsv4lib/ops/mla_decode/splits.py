@@ -56,7 +56,9 @@ def ctas_of(heads: int) -> int:
 def num_kv_splits_by_sms(
     max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int = -1, fused_reduction: bool = False
 ) -> int:
-    """Choose splits as CUTLASS does, which counts an SM for an item; arguments as of `num_kv_splits_by_clusters`.
+    """Choose splits as CUTLASS does, which counts an SM for an item.
+
+    Arguments as of `num_kv_splits_by_clusters`.
 
     Args:
         fused_reduction: CUTLASS's reduction in the same launch, which wants half of the SMs at most.
@@ -90,14 +92,19 @@ class Steps(NamedTuple):
 
 
 def steps_of(max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int) -> Steps:
-    """Count steps and waves of requests of one length and 128 heads; what combining takes is not in them."""
+    """Count steps and waves of requests of one length and 128 heads.
+
+    What combining takes is not in them.
+    """
     tiles = -(-max_seq_len // TILE)
     waves = -(-num_batches * num_kv_splits // (sm_count // CLUSTER))
     return Steps(waves * -(-tiles // num_kv_splits), waves)
 
 
 def mla_workspace_size(max_seq_len: int, num_batches: int, sm_count: int = 0, num_kv_splits: int = -1) -> int:
-    """Count the bytes of `mla_decode`'s workspace: O and LSE of every split in fp32; 0 for one split.
+    """Count the bytes of `mla_decode`'s workspace.
+
+    It holds O and LSE of every split in fp32; none for one split.
 
     Args:
         max_seq_len: page size x width of the page table. num_batches: requests.
@@ -117,7 +124,10 @@ def mla_workspace_size(max_seq_len: int, num_batches: int, sm_count: int = 0, nu
 
 
 def workspace_bytes(num_batches: int, num_kv_splits: int, heads: int = HEADS) -> int:
-    """Count the bytes of O and LSE of every split, of as many heads as the CTAs of an item have; 0 for one split."""
+    """Count the bytes of O and LSE of every split; 0 for one split.
+
+    They are of as many heads as the CTAs of an item have.
+    """
     rows = num_batches * num_kv_splits * ctas_of(heads) * HEADS_OF_CTA
     return rows * (LATENT + 1) * 4 if num_kv_splits > 1 else 0
 
@@ -151,7 +161,9 @@ def pack_factor(page_size: int) -> int:
 
 
 def pad_page_table(table: Tensor, page_size: int) -> Tensor:
-    """Pad a page table to whole tiles of 128 tokens, with -1; one that is already is returned as it is.
+    """Pad a page table to whole tiles of 128 tokens, with -1.
+
+    One that has whole tiles is returned as it is.
 
     Args:
         table: int32 [B, N], pages of each request. page_size: tokens of a page, 16, 32, 64 or 128.

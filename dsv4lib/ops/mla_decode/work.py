@@ -25,7 +25,10 @@ class Requests(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Out [B, H, 512] and LSE [B, H]; partial: fp32 [splits, B, H, 512] and [splits, B, H]."""
+    """Hold out [B, H, 512] and LSE [B, H].
+
+    Partial: fp32 [splits, B, H, 512] and [splits, B, H].
+    """
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -54,7 +57,7 @@ class Work(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a softmax thread is: it has a row of the tile and half of its tokens or dims."""
+    """What a softmax thread is. It has a row of the tile and half of its tokens or dims."""
 
     tidx: Int32  # its lane of tensor memory
     half: Int32
@@ -93,7 +96,10 @@ class Plan(Config):
 
     @cute.jit
     def split_tokens(self, tokens: Int32, split: Int32, num_splits: Int32):
-        """Return the first token of a split and the one past its last: whole tiles of 128, see `splits`."""
+        """Return the first token of a split and the one past its last.
+
+        They are whole tiles of 128, see `splits`.
+        """
         first, stop = Int32(0), tokens
         if cutlass.const_expr(self.partial):
             each = cute.ceil_div(cute.ceil_div(tokens, splits.TILE), num_splits) * splits.TILE

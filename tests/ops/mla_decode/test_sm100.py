@@ -58,7 +58,7 @@ def test_numbers(name):
     one, splits = shape(name)
     found = attend(one, splits=splits)
     assert found.record.passed, found.record.reasons
-    assert found.lse_error < LSE_ERROR and not found.hazards and found.leaked == 0
+    assert found.lse_error < LSE_ERROR and not found.hazards and found.leaked == 0 and found.over_bound < 1
     empty = one.seq_lens <= 0
     assert not found.out[empty].any() and bool((found.lse[empty] == -math.inf).all())
 
@@ -90,7 +90,7 @@ def test_fp8_scales(name, q_scale):
     """The scale of queries is in the logits, that of entries in the logits and in out."""
     one, _ = shape(name)
     found = attend(one, q_scale=q_scale, kv_scale=3.0)
-    assert found.record.passed and found.lse_error < LSE_ERROR, found.record.reasons
+    assert found.record.passed and found.lse_error < LSE_ERROR and found.over_bound < 1, found.record.reasons
 
 
 def test_limbs_of_hard_queries():
@@ -164,10 +164,13 @@ def test_a_pair_and_two_ctas_agree():
     assert float(error.sqrt()) < 2**-7
 
 
-def test_rows_may_lie_apart():
-    """Views with other strides: queries of one tensor, pages with space between them."""
-    one = case([100, 30], 4, 16, seed=9)
-    q = torch.cat((one.q_nope, one.q_pe), -1)
+@pytest.mark.parametrize("heads", cases(4, full=[70]))
+def test_rows_may_lie_apart(heads):
+    """Views with other strides: queries of one tensor between heads that are NaN, pages with space between them."""
+    one = case([100, 30], heads, 16, seed=9)
+    wide = torch.full((2, 128, 576), math.nan).bfloat16()
+    q = wide[:, 3 : 3 + heads]
+    q.copy_(torch.cat((one.q_nope, one.q_pe), -1))
     pool = torch.full((2 * len(one.kv_cache), 20, 640), float("nan")).bfloat16()
     cache = pool[::2, :16, :576]
     cache.copy_(one.kv_cache)
@@ -234,7 +237,7 @@ def test_budget(settings, registers):
     """No spills; shared memory is what the configuration says; O and S fit into tensor memory; the MMAs are these."""
     kernel, code = built(MlaDecode, fake_args, ARCH, **settings)
     rows = {row.resource: row for row in kernel.budget()}
-    assert all(row.used <= row.limit for row in rows.values())
+    assert all(row.used <= row.limit for row in rows.values()) and kernel.kv_stages >= kernel.blocks
     assert code.local_bytes == 0 and code.registers <= registers and small(code)
     assert code.smem_bytes == rows["SMEM: total"].used and code.threads == rows["threads"].used
     assert rows["TMEM: O"].used + rows["TMEM: S"].used <= rows["TMEM: total"].used
