@@ -72,7 +72,6 @@ def load_box(
     barrier: cute.Pointer,
     coordinates: tuple[Any, ...],
     pair: bool = False,
-    ctas: int = 1,
     *,
     loc: Any = None,
     ip: Any = None,
@@ -85,19 +84,15 @@ def load_box(
         barrier: mbarrier that counts the bytes.
         coordinates: first element of the box in every mode of the tensor.
         pair: the bytes are counted at the same barrier of the first CTA of the pair.
-        ctas: of the cluster, from the first one on, that get the box at this address and count it at this barrier;
-            1: the CTA itself.
     """
     descriptor = _descriptor(atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip), loc, ip)
     signal = cute.arch.map_dsmem_ptr(barrier, 0, loc=loc, ip=ip) if pair else barrier
     rank = len(coordinates)
     places = ", ".join(f"{{$r{3 + i}}}" for i in range(rank))
-    target = "cluster" if pair or ctas > 1 else "cta"
-    group = ".cta_group::2" if pair else ".multicast::cluster" if ctas > 1 else ""
-    mask = f", {(1 << ctas) - 1}" if ctas > 1 else ""
+    target, group = ("cluster", ".cta_group::2") if pair else ("cta", "")
     text = (
         f"cp.async.bulk.tensor.{rank}d.shared::{target}.global.tile.mbarrier::complete_tx::bytes{group} "
-        f"[{{$r0}}], [{{$r1}}, {{{places}}}], [{{$r2}}]{mask};"
+        f"[{{$r0}}], [{{$r1}}, {{{places}}}], [{{$r2}}];"
     )
     args = [smem, descriptor, signal.toint(loc=loc, ip=ip), *map(cutlass.Int32, coordinates)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)

@@ -1,10 +1,10 @@
-"""Time `mla_decode`: one query token a request over a paged cache of latents in bf16, requests of equal length.
+"""Time `mla_decode`: one query token a request over a paged cache of latents, requests of equal length.
 
-given: q bf16 [B, H, 576], of which q_nope and q_pe are views; cache bf16 [P, 64, 576]; table int32 [B, N], pages in any
-order; lengths int32 [B]. Output: o bf16 [B, H, 512].
+given: q bf16 [B, H, 576], of which q_nope and q_pe are views; cache [P, 64, 576] bf16, or E4M3 with kv_scale; table
+int32 [B, N], pages in any order; lengths int32 [B]. Output: o bf16 [B, H, 512].
 
 Rows: 1K to 64K tokens of 32 requests, 1 to 128 requests of 4K, few requests of 32K; 128 heads (one GPU has all) and 16
-(eight GPUs share them). The largest cache of a row is 2.4 GB.
+(eight GPUs share them). The largest cache of a row is 2.4 GB. FlashMLA has no dense FP8 cache on a Hopper.
 
 Bytes: the tokens' entries once, Q and O.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4lib.bench.ops import providers
 from dsv4lib.bench.ops.case import Given, Row
 from dsv4lib.ops.mla_decode import peers
-from dsv4lib.ops.mla_decode.op import ENTRY, LATENT, SM_SCALE, mla_decode
+from dsv4lib.ops.mla_decode.op import E4M3, ENTRY, LATENT, SM_SCALE, mla_decode
 from dsv4lib.reference import mla_decode as oracle
 
 PAGE = 64
@@ -30,6 +30,8 @@ SIZES = (  # (tokens, requests)
     *((32768, batch) for batch in (1, 8)),
     (8192, 32),
 )
+FP8_SIZES = ((4096, 32), (4096, 128), (32768, 1))
+KV_SCALE = 0.5  # of FP8
 CLOSE = 0.01  # of the RMS of a row of O, as RMS: P in bf16 costs 0.002, O in bf16 0.0017
 CHECKED = 8  # requests that are compared, spread over the batch
 GOAL = 1.0  # never slower than FlashMLA
@@ -37,27 +39,28 @@ GOAL = 1.0  # never slower than FlashMLA
 
 def rows() -> list[Row]:
     """Requests and lengths, with all heads and with an eighth of them."""
-    return [_row(heads, *size) for heads in HEADS for size in SIZES]
+    found = [_row(heads, *size) for heads in HEADS for size in SIZES]
+    return found + [_row(heads, *size, fp8=True) for heads in HEADS for size in FP8_SIZES]
 
 
-def _row(heads: int, tokens: int, batch: int) -> Row:
+def _row(heads: int, tokens: int, batch: int, fp8: bool = False) -> Row:
     return Row(
         "mla_decode",
-        f"h{heads} S {tokens} T {batch}",
-        bytes=batch * 2 * (tokens * ENTRY + heads * (ENTRY + LATENT)),
+        f"h{heads}{' FP8 cache' * fp8} S {tokens} T {batch}",
+        bytes=batch * ((1 if fp8 else 2) * tokens * ENTRY + 2 * heads * (ENTRY + LATENT)),
         flops=2 * batch * heads * tokens * (ENTRY + LATENT),
-        given=lambda generator: given_of(heads, tokens, batch, generator),
+        given=lambda generator: given_of(heads, tokens, batch, generator, fp8),
         check=check,
-        providers=(providers.in_place("ours", new, _ours), *peers.providers()),
-        goal=GOAL,
+        providers=(providers.in_place("ours", new, _ours), *(() if fp8 else peers.providers())),
+        goal=None if fp8 else GOAL,
     )
 
 
-def given_of(heads: int, tokens: int, batch: int, generator: torch.Generator) -> Given:
+def given_of(heads: int, tokens: int, batch: int, generator: torch.Generator, fp8: bool = False) -> Given:
     """Make a step: every request has pages of its own, in any order."""
     device, width = generator.device, -(-tokens // (2 * PAGE)) * 2
     count = batch * width
-    cache = torch.empty(count, PAGE, ENTRY, dtype=torch.bfloat16, device=device)
+    cache = torch.empty(count, PAGE, ENTRY, dtype=E4M3 if fp8 else torch.bfloat16, device=device)
     for first in range(0, count, 4096):  # fp32 of all of them is large
         part = cache[first : first + 4096]
         part.copy_(torch.randn(part.shape, generator=generator, device=device))
@@ -67,6 +70,7 @@ def given_of(heads: int, tokens: int, batch: int, generator: torch.Generator) ->
         "cache": cache,
         "table": order.view(batch, width).int(),
         "lengths": torch.full((batch,), tokens, dtype=torch.int32, device=device),
+        "kv_scale": KV_SCALE if fp8 else 1.0,
     }
 
 
@@ -80,7 +84,7 @@ def new(given: Given) -> dict[str, Tensor]:
 def _ours(given: Given, out: Mapping[str, Tensor]) -> None:
     q = given["q"]
     cache = given["cache"], given["lengths"], given["table"]
-    mla_decode(q[..., :LATENT], q[..., LATENT:], *cache, out=out["o"], lse=out["lse"])
+    mla_decode(q[..., :LATENT], q[..., LATENT:], *cache, kv_scale=given["kv_scale"], out=out["o"], lse=out["lse"])
 
 
 def check(given: Given, out: Mapping[str, Tensor]) -> None:
@@ -94,7 +98,7 @@ def check(given: Given, out: Mapping[str, Tensor]) -> None:
         one = slice(b, b + 1)
         q = given["q"][one]
         cache = given["cache"], given["lengths"][one], given["table"][one]
-        want = oracle.mla_decode(q[..., :LATENT], q[..., LATENT:], *cache, SM_SCALE).out
+        want = oracle.mla_decode(q[..., :LATENT], q[..., LATENT:], *cache, SM_SCALE, kv_scale=given["kv_scale"]).out
         error = (out["o"][one].double() - want).square().mean(-1).sqrt() / want.square().mean(-1).sqrt()
         worst = float(error.nan_to_num(float("inf")).max())
         assert worst <= CLOSE, f"o: request {b} is off by {worst:.4f} of a row's RMS"

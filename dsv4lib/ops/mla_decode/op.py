@@ -87,7 +87,8 @@ def mla_decode(
             past a length is read.
         workspace: uint8, at least `splits.mla_workspace_size` bytes, for splits; None: from torch's allocator.
         sm_scale: of logits, 2^-100 to 2^100; None: 1 / sqrt(192).
-        num_kv_splits: of the tokens, 1 to 256; -1: `splits.num_kv_splits_by_clusters`.
+        num_kv_splits: of the tokens, 1 to 256; -1: `splits.num_kv_splits_by_clusters`, on a Hopper
+            `sm90.launch.choose_splits`.
         q_scale, kv_scale: of FP8 queries and FP8 entries, 2^-100 to 2^100; else 1.
         out: [B, H, 512], written in place; None: a new one. Of q's type, of FP8 queries bf16 or fp16.
         lse: fp32 [B, H], written in place; None: a new one.

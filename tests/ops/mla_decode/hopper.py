@@ -83,7 +83,6 @@ def run(
     splits: int | None = None,
     scale: float = SM_SCALE,
     native: bool = False,
-    cluster: int | None = None,
     **device: Any,
 ) -> Outcome:
     """Run the kernel, of ``splits`` what they add up to."""
@@ -97,7 +96,7 @@ def run(
         q_scale=q_scale,
         kv_scale=kv_scale,
     )
-    options = settings_of(call) | {"partial": splits is not None} | ({} if cluster is None else {"cluster": cluster})
+    options = settings_of(call) | {"partial": splits is not None}
     if kind is MlaDecode:
         kernel, code = built(kind, fake_args, ARCH, **options)
     else:

@@ -32,11 +32,10 @@ def test_numbers(name):
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("tokens", [64, 128, 192, 1000])
-def test_two_head_blocks(tokens, cluster):
-    """Alone and as a cluster: one tile, a tile a stage, a stage used again, many."""
-    outcome = run(case([tokens, tokens - 1], 128, 64), native=True, cluster=cluster)
+def test_two_head_blocks(tokens):
+    """One tile, a tile a stage, a stage used again, many."""
+    outcome = run(case([tokens, tokens - 1], 128, 64), native=True)
     assert outcome.right, outcome.findings()
 
 

@@ -55,6 +55,7 @@ from dsv4lib.ops.mla_decode.sm90.dequant import Dequant
 from dsv4lib.ops.mla_decode.sm90.load import Ring, Work
 
 RESCALE_LOG2 = 4.0
+AHEAD = 4  # chunks of Q K^T before the product with the tile before (data/bench/mla_decode.md)
 STEP = wgmma.STEP_BYTES
 QK_STEPS = [(i * STEP, i * STEP) for i in range(ROW_BYTES // STEP)]  # of a chunk
 PV_STEPS = [16 * ROW_BYTES * i for i in range(TILE_N // 16)]
@@ -132,7 +133,7 @@ class Attend(Dequant):
     ):
         """Do all with a tile whose S is this warpgroup's; ``follows``: and the product with the tile before."""
         chunks = self.chunks(place.group)
-        ahead = self.ahead if follows else len(chunks)
+        ahead = AHEAD if follows else len(chunks)
         s = self.scores(ring, place.group, number, chunks[:ahead], None)
         if cutlass.const_expr(follows):
             self.follow(ring, place, sMax, state, number - 1)
@@ -222,15 +223,10 @@ class Attend(Dequant):
 
     @cute.jit
     def release(self, ring: Ring, place: Place, stage: Int32):
-        """Hand this warpgroup's half of a stage back, to all CTAs that load to it."""
+        """Hand this warpgroup's half of a stage back."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive_empty(ring.empty + (stage * 2 + place.group))
-
-    def arrive_empty(self, barrier: cute.Pointer) -> None:
-        """Arrive at a barrier, in a cluster at that of each CTA."""
-        for rank in range(self.cluster):
-            cute.arch.mbarrier_arrive(barrier, rank if self.cluster > 1 else None)
+            cute.arch.mbarrier_arrive(ring.empty + (stage * 2 + place.group))
 
     @cute.jit
     def clear_tail(self, work: Work, ring: Ring, place: Place, number: Int32):

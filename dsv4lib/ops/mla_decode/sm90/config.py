@@ -24,7 +24,6 @@ THREADS = 3 * WARPGROUP
 REGISTERS = 504  # of three warpgroups at the start, 168 each: setmaxnreg gives out no more than the launch took
 DIMS = V_DIM // 2  # of O that a math warpgroup has
 HALF_CHUNKS = DIMS // CHUNK
-CLUSTERS = (1, 2)
 KINDS, OUTPUTS = ("same", "fp8"), ("same", "bf16", "fp16")
 PAGES = (16, 32, 64, 128)
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -39,11 +38,9 @@ class Config:
         dtype: of MMAs, "bf16" or "fp16": that of Q and cache, unless they are FP8.
         page: tokens of a page, one of `PAGES`.
         partial: split the tokens over the grid and write fp32 O and LSE of each split.
-        cluster: CTAs that share the tiles of a request, each for 64 heads of its 65 to 128; 1: none do.
 
-        cache, queries: "same" or "fp8". FP8 queries have an FP8 cache. An FP8 cache is not shared in a cluster.
+        cache, queries: "same" or "fp8". FP8 queries have an FP8 cache.
         out: of O, "same" as the MMAs, "bf16" or "fp16"; partial: fp32.
-        ahead: chunks of Q K^T of a tile before the product with the tile before, 0 to 8.
 
     Raises:
         ConfigError: a value that is not one of these.
@@ -54,8 +51,6 @@ class Config:
         dtype: str = "bf16",
         page: int = 64,
         partial: bool = False,
-        cluster: int = 1,
-        ahead: int = 4,
         cache: str = "same",
         queries: str = "same",
         out: str = "same",
@@ -64,13 +59,8 @@ class Config:
             raise ConfigError("dtype", dtype, "one of " + ", ".join(ELEMENTS))
         if page not in PAGES:
             raise ConfigError("page", page, "one of " + ", ".join(map(str, PAGES)))
-        if cluster not in CLUSTERS:
-            raise ConfigError("cluster", cluster, "1 or 2")
         self.dtype, self.element, self.page, self.partial = dtype, ELEMENTS[dtype], page, partial
-        if not 0 <= ahead < CHUNKS:
-            raise ConfigError("ahead", ahead, f"0 to {CHUNKS - 1}")
-        self._check_fp8(cache, queries, out, cluster)
-        self.cluster, self.ahead = cluster, ahead
+        self._check_fp8(cache, queries, out)
         self.fp8_cache, self.fp8_queries = cache == "fp8", queries == "fp8"
         self.out_element = cutlass.Float32 if partial else ELEMENTS[dtype if out == "same" else out]
         self.out = "bf16" if self.out_element is cutlass.BFloat16 else "fp16"
@@ -80,17 +70,15 @@ class Config:
         self.box = min(page, TILE_N)  # tokens of a TMA box
         self.boxes = TILE_N // self.box  # of a chunk
 
-    def _check_fp8(self, cache: str, queries: str, out: str, cluster: int) -> None:
+    def _check_fp8(self, cache: str, queries: str, out: str) -> None:
         for name, value, allowed in (("cache", cache, KINDS), ("queries", queries, KINDS), ("out", out, OUTPUTS)):
             if value not in allowed:
                 raise ConfigError(name, value, "one of " + ", ".join(allowed))
         if queries == "fp8" and cache != "fp8":
             raise ConfigError("queries", queries, "same, or fp8 with a cache of fp8")
-        if cluster > 1 and cache == "fp8":
-            raise ConfigError("cluster", cluster, "1 with a cache of fp8")
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        options = [self.dtype, self.page, self.cluster, self.ahead, self.out_element.__name__]
+        options = [self.dtype, self.page, self.out_element.__name__]
         options += ["fp8 cache"] * self.fp8_cache + ["fp8 queries"] * self.fp8_queries
         return f"{type(self).__name__}({', '.join(map(str, options))})"
 

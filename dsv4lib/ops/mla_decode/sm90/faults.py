@@ -6,10 +6,13 @@ of the emulator's reports, or "wrong numbers" (the comparison with fp64).
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from dsv4lib.ops.mla_decode.sm90.attend import Place, State
+from dsv4lib.ops.mla_decode.sm90.config import HALF_CHUNKS, ROPE_CHUNK, TILE_N, V_DIM
+from dsv4lib.ops.mla_decode.sm90.dequant import Row
 from dsv4lib.ops.mla_decode.sm90.kernel import MlaDecode
 from dsv4lib.ops.mla_decode.sm90.load import Ring, Work
 
@@ -29,7 +32,7 @@ class WrongHalf(MlaDecode):
         """See `Attend.release`."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            self.arrive_empty(ring.empty + (stage * 2 + 1 - place.group))  # WRONG: group
+            cute.arch.mbarrier_arrive(ring.empty + (stage * 2 + 1 - place.group))  # WRONG: group
 
 
 class HastyEnd(MlaDecode):
@@ -84,6 +87,27 @@ class FirstPageAlone(MlaDecode):
         return Int32(0)  # WRONG
 
 
+class ConvertedUnseen(MlaDecode):
+    """The tensor core reads tiles that were converted from FP8 without a proxy fence."""
+
+    def wait_full(self, full: cute.Pointer, slot: int, chunk: Int32, parity: Int32) -> None:
+        """See `Attend.wait_full`."""
+        if slot % HALF_CHUNKS == 0 and slot != ROPE_CHUNK:
+            cute.arch.mbarrier_wait(full + chunk, parity)  # WRONG: no fence
+
+
+class TailConverted(MlaDecode):
+    """Tokens past the end of a request, in its last page, are converted from FP8: 0 x NaN."""
+
+    @cute.jit
+    def token_row(self, mCache: cute.Tensor, work: Work, page: Int32, tile: Int32, batch: cutlass.Constexpr):
+        """See `Dequant.token_row`."""
+        latent, token = Int64(0), tile * TILE_N + self.row_of(batch)
+        if page >= 0:  # WRONG: and token < length
+            latent = mCache[page, token % self.page, None].iterator.toint() + self.piece()
+        return Row(latent, latent + V_DIM)
+
+
 FAULTS = {
     kind.__name__: kind
     for kind in (
@@ -95,6 +119,8 @@ FAULTS = {
         TailCounts,
         NoRope,
         FirstPageAlone,
+        ConvertedUnseen,
+        TailConverted,
     )
 }
 CAUGHT_BY = {
@@ -106,4 +132,6 @@ CAUGHT_BY = {
     "TailCounts": "wrong numbers",
     "NoRope": "wrong numbers",
     "FirstPageAlone": "wrong numbers",
+    "ConvertedUnseen": "missing_proxy_fence",
+    "TailConverted": "wrong numbers",
 }

@@ -19,7 +19,7 @@ Roles (3 warpgroups, 384 threads)
 Pipelines, 2 stages
 
     full       a barrier a chunk: its bytes have landed; FP8: an arrival a thread, of two barriers a stage
-    empty      a barrier a half of V: an arrival a warp, of all CTAs of the cluster, whose columns these are
+    empty      a barrier a half of V: an arrival a warp of the warpgroup whose columns these are
     weighed    P and row_max of a tile are stored: an arrival a warp of the one whose S it is
 
 Heads past the last are rows of zeros in Q, from TMA: they cost MMAs (16 heads as much as 64) and are not stored.
@@ -27,9 +27,9 @@ Heads past the last are rows of zeros in Q, from TMA: they cost MMAs (16 heads a
 Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 232 a
 math thread (128 of O, 32 of S, 16 of P) and 40 a load thread; of an FP8 cache 200 and 104 (72 of raw bytes).
 
-A grid of blocks of 64 heads x splits of the tokens x requests; `ops.fmha.combine` adds splits up. Two blocks of heads
-are a cluster: each CTA loads half of the tiles for both (multicast), so L2 is read once; an FP8 cache is converted by
-each. Launches overlap: a CTA makes its barriers, then waits for the kernel before.
+A grid of blocks of 64 heads x splits of the tokens x requests; `ops.fmha.combine` adds splits up. Blocks of heads are
+neighbours: they read the same tiles, the second from L2. Launches overlap: a CTA makes its barriers, then waits for the
+kernel before.
 
 Source: `dsv4lib.reference.mla_decode`; FlashMLA's documentation for two tiles in turns; PTX ISA, "wgmma".
 """
@@ -109,7 +109,6 @@ class MlaDecode(Attend):
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=1,
-            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
         )
 
     # ---------------------------------------------------------------- device
@@ -142,11 +141,13 @@ class MlaDecode(Attend):
             for i in cutlass.range_constexpr(STAGES * CHUNKS):
                 cute.arch.mbarrier_init(ring.full + i, self.producers)
             for i in cutlass.range_constexpr(STAGES * 2):
-                cute.arch.mbarrier_init(ring.empty + i, self.cluster * MATH_WARPS // 2)
+                cute.arch.mbarrier_init(ring.empty + i, MATH_WARPS // 2)
             for i in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(ring.weighed + i, MATH_WARPS // 2)
             cute.arch.mbarrier_init_fence()
-        self.sync_all()
+        if warp == MATH_WARPS:
+            self.prefetch_maps(sources)
+        cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         block, split, request = cute.arch.block_idx()
@@ -167,17 +168,6 @@ class MlaDecode(Attend):
                 mO, mLse = mO[split, None, None, None], mLse[split, None, None]
             sMax = storage.row_max.get_tensor(cute.make_layout((TILE_M, STAGES)))
             self.attend(work, ring, sMax, Outputs(mO, mLse), scale_log2, v_scale)
-        if cutlass.const_expr(self.cluster > 1):
-            self.sync_all()  # the other CTA may still arrive at barriers in here
-
-    @cute.jit
-    def sync_all(self):
-        """Wait for all threads of the CTA, or of the cluster."""
-        if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
 
     @cute.jit
     def work(self, mLens: cute.Tensor, mTable: cute.Tensor, request: Int32, block: Int32, split: Int32, splits: Int32):

@@ -45,12 +45,8 @@ def splits_of(call: Any, sms: int) -> int:
 
 def settings_of(call: Any) -> dict[str, Any]:
     """Make options of the kernel, unsplit. FP8 queries are multiplied in fp16, which holds them exactly."""
-    heads, fp8 = call.q_nope.shape[1], call.kv_cache.dtype not in DTYPES
-    settings = {
-        "dtype": DTYPES.get(call.q_nope.dtype, "fp16"),
-        "page": call.page_size,
-        "cluster": 2 if heads > TILE_M and not fp8 else 1,
-    }
+    fp8 = call.kv_cache.dtype not in DTYPES
+    settings = {"dtype": DTYPES.get(call.q_nope.dtype, "fp16"), "page": call.page_size}
     if fp8:
         settings["cache"] = "fp8"
     if call.q_nope.dtype not in DTYPES:

@@ -5,8 +5,6 @@ with the first that lands. A chunk is one box, or one of each page where pages a
 past the end of the request has the page number -1: TMA writes zeros and reads nothing. Tokens of the last page past the
 end do arrive; math warps overwrite them (`attend`).
 
-In a cluster each CTA loads every other chunk, for both. Both announce the bytes of all.
-
 Halves of a stage become free one after the other, in this order: the half of V that the owner of its S multiplies by,
 then the other one with the chunk of RoPE, where P was meanwhile.
 """
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 
 from dsv4lib.dsl import boxes
 from dsv4lib.ops.mla_decode.sm90.config import (
@@ -88,6 +87,13 @@ class Load(Config):
         return Sources(*made)
 
     @cute.jit
+    def prefetch_maps(self, sources: Sources):
+        """Fetch the tensor maps, which are parameters of this launch. No kernel before wrote them."""
+        for source, raw in zip(sources, (self.fp8_queries, self.fp8_queries, self.fp8_cache), strict=True):
+            if cutlass.const_expr(not raw):
+                cpasync.prefetch_descriptor(source)
+
+    @cute.jit
     def load_q(self, sources: Sources, work: Work, ring: Ring):
         """Load Q by TMA, by one warp."""
         if work.first < work.end:
@@ -101,7 +107,6 @@ class Load(Config):
     @cute.jit
     def load(self, sources: Sources, mTable: cute.Tensor, work: Work, ring: Ring):
         """Load warp: Q, then tile after tile."""
-        rank = cute.arch.block_idx_in_cluster() if cutlass.const_expr(self.cluster > 1) else Int32(0)
         pages = self.pages(mTable, work, work.first)
         self.load_q(sources, work, ring)
         for tile in cutlass.range(work.first, work.end, unroll=1):
@@ -114,14 +119,11 @@ class Load(Config):
                 cute.arch.mbarrier_wait(ring.empty + (owner * 2 + half), parity)
                 with cute.arch.elect_one():
                     for i in cutlass.range_constexpr(HALF_CHUNKS):
-                        sends = rank == i % self.cluster
-                        self.load_chunk(sources.cache, ring, owner, half * HALF_CHUNKS + i, offset, of_boxes, sends)
+                        self.load_chunk(sources.cache, ring, owner, half * HALF_CHUNKS + i, offset, of_boxes)
             with cute.arch.elect_one():
-                sends = rank == owner if cutlass.const_expr(self.cluster > 1) else cutlass.Boolean(True)
-                self.load_chunk(sources.cache, ring, owner, Int32(ROPE_CHUNK), offset, of_boxes, sends)
+                self.load_chunk(sources.cache, ring, owner, Int32(ROPE_CHUNK), offset, of_boxes)
             pages = ahead
 
-    @cute.jit
     def load_chunk(
         self,
         atom: cute.CopyAtom,
@@ -130,16 +132,13 @@ class Load(Config):
         chunk: Int32,
         offset: Int32,
         pages: list,
-        sends: cutlass.Boolean,
-    ):
-        """Announce one chunk, and send its boxes if this CTA does."""
+    ) -> None:
+        """Announce one chunk and send its boxes."""
         full = ring.full + (stage * CHUNKS + chunk)
         cute.arch.mbarrier_arrive_and_expect_tx(full, CHUNK_BYTES)
         target = ring.tiles + stage * STAGE_BYTES + chunk * CHUNK_BYTES
-        if sends:
-            for i in cutlass.range_constexpr(self.boxes):
-                place = chunk * CHUNK, offset, pages[i]
-                boxes.load_box(atom, target + i * self.box * ROW_BYTES, full, place, ctas=self.cluster)
+        for i, page in enumerate(pages):
+            boxes.load_box(atom, target + i * self.box * ROW_BYTES, full, (chunk * CHUNK, offset, page))
 
     @cute.jit
     def pages(self, mTable: cute.Tensor, work: Work, tile: Int32):
