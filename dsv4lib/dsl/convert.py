@@ -70,6 +70,28 @@ def to_e4m3x4(values: list, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def from_e4m3x4(codes: Int32, *, loc: Any = None, ip: Any = None) -> list:
+    """Return the values of four codes, that of the lowest byte first."""
+    text = (
+        "{ .reg .b16 low, high, a, b, c, d; .reg .b32 halves; mov.b32 {low, high}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 halves, low; mov.b32 {a, b}, halves; "
+        "cvt.rn.f16x2.e4m3x2 halves, high; mov.b32 {c, d}, halves; "
+        "cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; cvt.f32.f16 {$w2}, c; cvt.f32.f16 {$w3}, d; }"
+    )
+    return list(cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[codes], loc=loc, ip=ip))
+
+
+def to_e4m3_limbs(values: list, limbs: int) -> list:
+    """Convert four values to sums of so many codes: words, the largest limb first."""
+    words = []
+    for limb in range(limbs):
+        words.append(to_e4m3x4(values))
+        if limb + 1 < limbs:
+            values = [x - rounded for x, rounded in zip(values, from_e4m3x4(words[-1]), strict=True)]
+    return words
+
+
+@dsl_user_op
 def to_e2m1x8(values: list, *, loc: Any = None, ip: Any = None) -> Int32:
     """Convert eight values, the first in the lowest nibble."""
     pairs = " ".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4))

@@ -23,6 +23,7 @@ TORCH = {
     cutlass.BFloat16: torch.bfloat16,
     cutlass.Float16: torch.float16,
     cutlass.Float32: torch.float32,
+    cutlass.Float8E4M3FN: torch.float8_e4m3fn,
     cutlass.Int64: torch.int64,
     cutlass.Int32: torch.int32,
     cutlass.Uint8: torch.uint8,

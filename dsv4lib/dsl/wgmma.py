@@ -1,10 +1,10 @@
 """Issue warpgroup MMAs.
 
-m64nNk32 of E4M3, m64nNk16 of bf16, fp32 sums; B in swizzled shared memory, A in registers or there.
+m64nNk32 of E4M3, m64nNk16 of bf16 and fp16, fp32 sums; B in swizzled shared memory, A in registers or there.
 
 A warpgroup's fragment of A in registers: warp w, lane 4 g + t has rows 16 w + g and 16 w + g + 8, 4 words of 32 bits:
 
-    word    row        E4M3, K of the byte c    bf16, K of the half h
+    word    row        E4M3, K of the byte c    16 bits, K of the half h
     0       g          4 t + c                  2 t + h
     1       g + 8      4 t + c                  2 t + h
     2       g          16 + 4 t + c             8 + 2 t + h
@@ -25,7 +25,11 @@ from cutlass import Float32, Int32, Int64
 
 from dsv4lib.dsl.asm import asm
 
-SHAPES = {"e4m3": ("k32.f32.e4m3.e4m3", ""), "bf16": ("k16.f32.bf16.bf16", ", 0")}  # and B is not transposed
+SHAPES = {  # and B is not transposed
+    "e4m3": ("k32.f32.e4m3.e4m3", ""),
+    "bf16": ("k16.f32.bf16.bf16", ", 0"),
+    "fp16": ("k16.f32.f16.f16", ", 0"),
+}
 STEP_BYTES = 32  # of a row of B that an instruction reads
 # Bits 16-29: leading dimension (not used), 32-45: 1,024 bytes / 16 from 8 rows to the next, 62-63: 128-byte swizzle.
 _DESCRIPTOR = 0x4000004000010000
@@ -46,33 +50,35 @@ def wait(groups: int) -> None:
     asm(f"wgmma.wait_group.sync.aligned {groups};", [], [])
 
 
-def wait_for(sums: list) -> list:
-    """Wait for all groups; return ``sums``, which any instruction may then read."""
-    return asm("wgmma.wait_group.sync.aligned 0;", [Float32] * len(sums), [], kept=sums)
+def wait_for(sums: list, groups: int = 0) -> list:
+    """Wait until at most ``groups`` groups are in flight; return ``sums``, which any instruction may then read."""
+    return asm(f"wgmma.wait_group.sync.aligned {groups};", [Float32] * len(sums), [], kept=sums)
 
 
 def operand(address: Int32) -> Int64:
     """Make the descriptor of A or B. Rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
-    text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
+    text = f"{{ .reg .b32 a; .reg .b64 b; bfe.u32 a, $1, 4, 14; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
 
 
 def rows_of_k(address: Int32, chunk_bytes: int) -> Int64:
-    """Make the descriptor of a bf16 B whose rows are K. 64 of N on 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes.
+    """Make the descriptor of a 16-bit B whose rows are K.
+
+    64 of N on 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes.
 
     The next 64 of N are ``chunk_bytes`` further.
     """
     fields = 1 << 62 | 1024 // 16 << 32 | chunk_bytes // 16 << 16
-    text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {fields:#x}; }}"
+    text = f"{{ .reg .b32 a; .reg .b64 b; bfe.u32 a, $1, 4, 14; cvt.u64.u32 b, a; or.b64 $0, b, {fields:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
 
 
-def accumulate(sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bool = True) -> list:
-    """Issue MMAs of bf16 that add to their sums.
+def accumulate(sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bool = True, kind: str = "bf16") -> list:
+    """Issue MMAs of 16 bits that add to their sums.
 
     Args:
         sums: N / 2 in fp32. a: 4 words an MMA. b: descriptor. offsets: bytes from there to each MMA's 16 of K of B.
-        rows_are_k: B is from `rows_of_k`; else from `operand`.
+        rows_are_k: B is from `rows_of_k`; else from `operand`. kind: "bf16" or "fp16".
 
     Returns:
         the sums, to be read after `wait_for`.
@@ -83,7 +89,7 @@ def accumulate(sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bo
     for i, offset in enumerate(offsets):
         words = ", ".join(f"${2 * n + 4 * i + c}" for c in range(4))
         lines.append(f"add.s64 d, ${2 * n + len(a)}, {offset // 16};")
-        shape = f"m64n{2 * n}{SHAPES['bf16'][0]}"
+        shape = f"m64n{2 * n}{SHAPES[kind][0]}"
         b_format = int(rows_are_k)
         lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, {{{words}}}, d, more, 1, 1, {b_format};")
     return asm("\n".join([*lines, "}"]), [Float32] * n, [*a, b], early=True, kept=sums)
@@ -157,6 +163,28 @@ def multiply_shared(a: Int64, b: Int64, offsets: list[tuple[int, int]], columns:
             f"wgmma.mma_async.sync.aligned.m64n{columns}{shape} {{{d}}}, da, db, {predicate}, 1, 1{transposed};"
         )
     return asm("\n".join([*lines, "}"]), [Float32] * sums, [a, b], early=True)
+
+
+def accumulate_shared(
+    sums: list, a: Int64, b: Int64, offsets: list[tuple[int, int]], kind: str, rows_are_k: bool
+) -> list:
+    """Issue MMAs of 16 bits with A in shared memory too, which add to their sums.
+
+    Args:
+        sums: N / 2 in fp32. a, b: descriptors. offsets: bytes from there to each MMA's operands.
+        kind: "bf16" or "fp16". rows_are_k: B is from `rows_of_k`; else from `operand`.
+
+    Returns:
+        the sums, to be read after `wait_for`.
+    """
+    n = len(sums)
+    d = ", ".join(f"${c}" for c in range(n))
+    lines = ["{ .reg .pred more; .reg .b64 da, db;", "setp.eq.b32 more, 0, 0;"]
+    for of_a, of_b in offsets:
+        lines.append(f"add.s64 da, ${2 * n}, {of_a // 16}; add.s64 db, ${2 * n + 1}, {of_b // 16};")
+        shape, flags = f"m64n{2 * n}{SHAPES[kind][0]}", f"1, 1, 0, {int(rows_are_k)}"
+        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, da, db, more, {flags};")
+    return asm("\n".join([*lines, "}"]), [Float32] * n, [a, b], early=True, kept=sums)
 
 
 def multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:

@@ -10,9 +10,6 @@ the padded size alone. It is captured on a step of padding, which writes nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,33 +17,7 @@ from dsv4lib.cache.request import Step as Batch
 from dsv4lib.errors import BackendUnavailable
 from dsv4lib.model.paged import PagedCaches
 from dsv4lib.model.transformer import Transformer
-
-WARM = 2  # calls before a capture: ops compile at their first and plan at their second
-
-
-class Captured(NamedTuple):
-    """A graph: ``replay`` runs it again, ``out`` is what it writes, at one address."""
-
-    replay: Callable[[], None]
-    out: Tensor
-
-
-def capture(run: Callable[[], Tensor]) -> Captured:
-    """Capture what ``run`` launches on the current CUDA device.
-
-    Warm-up runs first, on the stream of the capture: what ops keep for a stream (zeros that a call leaves as zeros) is
-    there then, where a capture would record that they are cleared. Graphs may share it: replay one at a time.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = run()
-    return Captured(graph.replay, out)
+from dsv4lib.ops.common.graph_capture import capture
 
 
 def on_cuda(model: Transformer) -> bool:

@@ -388,6 +388,7 @@ SMALL = {
     "quantize": "_plain",
     "kv_append": "_plain",
     "turbo4_encode": "_plain",
+    "mla_page_table": "_plain",
 }
 
 
@@ -398,6 +399,7 @@ def test_checks_take_the_plain_way_and_refuse_one_changed_value(op):
         "quantize": ["fp8 Flash T 8"],
         "kv_append": ["decode T 8", "chunks of 512 T 4096"],
         "turbo4_encode": ["GQA 8 d128 T 8"],
+        "mla_page_table": ["S 4K T 1"],
     }.get(op, ["Flash T 8"])
     for made in (one for one in module.rows() if one.shape in names):
         given = made.given(torch.Generator().manual_seed(3))

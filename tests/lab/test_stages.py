@@ -17,11 +17,14 @@ from dsv4lib.lab.stage import Stage, discover
 from dsv4lib.lab.verdicts import Verdict
 from dsv4lib.ops.compressor import faults as compressor_faults
 from dsv4lib.ops.fmha import faults as fmha_faults
+from dsv4lib.ops.mla_decode import faults as mla_decode_faults
+from dsv4lib.ops.mla_page_table import faults as mla_page_table_faults
 from dsv4lib.ops.moe_gemm import faults as moe_gemm_faults
 from dsv4lib.ops.turbo4_decode import faults as turbo4_decode_faults
 from dsv4lib.ops.turbo4_encode import faults as turbo4_encode_faults
 from dsv4lib.pages.cache import run_case as cache_case
 from dsv4lib.pages.decode_step import run_case as decode_step_case
+from dsv4lib.pages.mla import run_case as mla_case
 from dsv4lib.pages.speculation import run_case as speculation_case
 
 STAGES = discover(env.root())
@@ -32,6 +35,9 @@ FOUND_IN_KERNELS = {  # by tests of the default run that have no notebook
     *cache_case.FAULTS,  # lab/test_cache_figures.py
     *speculation_case.FAULTS,  # lab/test_speculation_figures.py
     *decode_step_case.FAULTS,  # lab/test_decode_step_figures.py
+    *mla_page_table_faults.FAULTS,  # ops/mla_page_table/test_op.py
+    *mla_decode_faults.FAULTS,  # ops/mla_decode/test_sm100.py
+    *mla_case.OWN_FAULTS,  # lab/test_mla_figures.py
     *turbo4_encode_faults.FAULTS,  # ops/turbo4_encode/test_op.py
     *turbo4_decode_faults.FAULTS,  # ops/turbo4_decode/test_op.py
 }

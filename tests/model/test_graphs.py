@@ -6,9 +6,10 @@ import torch
 from dsv4lib import backends
 from dsv4lib.errors import BackendUnavailable
 from dsv4lib.model import graphs
-from dsv4lib.model.graphs import Captured, DecodeGraph
+from dsv4lib.model.graphs import DecodeGraph
 from dsv4lib.model.paged import PagedCaches
 from dsv4lib.model.scheduler import Scheduler
+from dsv4lib.ops.common.graph_capture import Captured
 from tests.model.test_scheduler import model
 from tests.model.test_transformer import GREEDY, ids
 from tests.whole_model import listed, peer  # noqa: F401  fixtures

@@ -25,6 +25,9 @@ from dsv4lib.ops.indexer_q.op import IndexerQueries, indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 from dsv4lib.ops.kv_append.op import kv_append
 from dsv4lib.ops.kv_gather.op import kv_gather
+from dsv4lib.ops.mla_decode.inputs import case as latent_case
+from dsv4lib.ops.mla_decode.op import MlaOutput, mla_decode
+from dsv4lib.ops.mla_page_table.op import mla_page_table
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
@@ -33,6 +36,7 @@ from dsv4lib.ops.router.op import Hashed, router
 from dsv4lib.ops.topk.op import Paged, topk
 from dsv4lib.ops.turbo4_decode.op import Attention, turbo4_decode
 from dsv4lib.ops.turbo4_encode.op import turbo4_encode
+from dsv4lib.pages.mla.page_table import slots_of
 from dsv4lib.pages.turbo4.run_case import case as turbo4_case
 from tests.ops.compressor import cases as compressor_cases
 from tests.ops.router.test_op import FACTOR, TABLE, WEIGHT, E, K
@@ -50,7 +54,7 @@ NAMES = set("entries_first entries_count index window_first window_count groups 
 NAMES |= set(
     "positions requests slots_indices indices row_of experts hashed_tokens lengths rows offsets counts".split()
 )
-NAMES |= {"visible_requests", "visible_lengths", "tokens"}
+NAMES |= {"visible_requests", "visible_lengths", "tokens", "starts", "seq_lens"}
 # The offsets and counts of its groups come from `moe_dispatch` and are never negative: rows there are not a batch's.
 EXEMPT = {"moe_gemm": {"offsets", "counts"}}
 CASES = {}
@@ -428,6 +432,37 @@ def vectors_into_pages(backend):
     return (found[::-1],)
 
 
+def page_tables(backend, **padding):
+    """Rows of a table that are padded by one argument, the others being a real row's; counts of the check."""
+    slots = slots_of([90, 40], 16, 100, seed=1)
+    real = {"requests": [1, 0], "lengths": [40, 58], "starts": [0, 32]}
+    real = {name: torch.tensor(x).int() for name, x in real.items()}
+    padded = {name: spread(x, *padding.get(name, (int(x[1]),))) for name, x in real.items()}
+    found = []
+    for given, rows in ((real, 2), (padded, T)):
+        out, misaligned = torch.full((rows, 7), 77).int(), torch.full((rows, 2), 77).int()
+        mla_page_table(slots, page_size=16, **given, out=out, misaligned=misaligned, backend=backend)
+        found.append((out, misaligned))
+    (wanted, counts), (out, misaligned) = found
+    nothing = torch.tensor([0, 2**31 - 1]).int()
+    return (out, spread(wanted, 77)), (misaligned, spread(counts, nothing))
+
+
+@covers("mla_page_table", "requests")
+def page_tables_of_no_request(backend):
+    return page_tables(backend, requests=SLOTS)
+
+
+@covers("mla_page_table", "lengths")
+def page_tables_of_no_tokens(backend):
+    return page_tables(backend, lengths=LENGTHS)
+
+
+@covers("mla_page_table", "starts")
+def page_tables_from_nowhere(backend):
+    return page_tables(backend, starts=SLOTS)
+
+
 def attend_to_4_bits(backend, splits):
     """Requests of no length: their tables name no page, their queries are NaN."""
     one = turbo4_case([20, 37], 4, 2, 64, page_size=16)
@@ -447,6 +482,28 @@ def attention_to_4_bits(backend):
 @covers("turbo4_decode", "lengths")
 def attention_to_4_bits_in_splits(backend):
     return attend_to_4_bits(backend, 2)
+
+
+def attend_to_latents(backend, splits):
+    """Requests of no length: their tables name no page, their queries are NaN; so are unused (ends of) pages."""
+    one = latent_case([20, 150], 4, 16, past=NOWHERE)
+    options = {"num_kv_splits": splits, "backend": backend}
+    wanted = mla_decode(*one, **options)
+    out = MlaOutput(torch.full((T, 4, 512), NAN).bfloat16(), torch.full((T, 4), NAN))
+    queries = spread(one.q_nope, NAN), spread(one.q_pe, NAN)
+    given = *queries, one.kv_cache, spread(one.seq_lens, *LENGTHS), spread(one.page_table, NOWHERE)
+    mla_decode(*given, **options, out=out.out, lse=out.lse)
+    return (out.out, spread(wanted.out, 0.0)), (out.lse, spread(wanted.lse, -float("inf")))
+
+
+@covers("mla_decode", "seq_lens")
+def attention_to_latents(backend):
+    return attend_to_latents(backend, 1)
+
+
+@covers("mla_decode", "seq_lens")
+def attention_to_latents_in_splits(backend):
+    return attend_to_latents(backend, 2)
 
 
 @covers("embedding", "tokens")

@@ -43,8 +43,8 @@ from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.loader import names
 from dsv4lib.loader.model import transformer
 from dsv4lib.loader.whole import Listed
-from dsv4lib.model.graphs import capture
 from dsv4lib.model.transformer import Transformer
+from dsv4lib.ops.common.graph_capture import capture
 
 NAME = "dsv4lib.bench.decode_step.whole"
 FILE = "whole.csv"

@@ -1,0 +1,1 @@
+"""Hopper's MLA decode over a paged 16-bit cache."""

@@ -1,0 +1,1 @@
+"""What the notebook of multi-head latent attention calls."""
