@@ -1,20 +1,25 @@
 """A whole checkpoint as a model on ops, one tensor after the other.
 
 model = transformer(Listed.of(Checkpoint(folder)), places=1, capacity=512, backend="emulator")
+
+A rank of several reads its share alone (`loader.share`); `dsv4lib.parallel` makes shares and groups from a plan.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import rotary, scale_swizzle
 from dsv4lib.layers.attention import Attention
+from dsv4lib.layers.communicator import SINGLE, Groups
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite
 from dsv4lib.layers.dense import BLOCK, HOPPER, TILE, target
 from dsv4lib.layers.step import Layout
 from dsv4lib.loader import names
 from dsv4lib.loader.moe import moe_layer
+from dsv4lib.loader.share import Share
 from dsv4lib.loader.whole import Listed, Progress, Stored
 from dsv4lib.model.mtp import MtpBlock
 from dsv4lib.model.transformer import Transformer
@@ -33,6 +38,8 @@ def transformer(
     backend: str = "auto",
     arch: str | None = None,
     progress: Progress | None = None,
+    share: Share | None = None,
+    groups: Groups = SINGLE,
 ) -> Transformer:
     """Read a checkpoint into a model on the CPU; ``.to`` moves it.
 
@@ -45,12 +52,13 @@ def transformer(
         mtp: read the draft block, too. backend: of every op. progress: called after each layer.
         arch: whose operands to make, "sm_100a", "sm_103a" or "sm_90a"; None: that of the back end. What an op has no
             kernel for on it is refused when it runs.
+        share: what this rank reads; None: everything. groups: the ranks that have the rest.
 
     Raises:
         CheckpointError: a tensor that cannot be read. ArgumentError: a size that the kernels do not take.
     """
-    config, checkpoint, done = listed.config, listed.checkpoint, 0
-    arch = target(arch, backend)
+    config, done = listed.config, 0
+    arch, share = target(arch, backend), Share(listed.config) if share is None else share
     keys = keys or key_format(arch)
     by_prefix: dict[str, list[names.Weight]] = {}
     for weight in names.weights(config):
@@ -59,16 +67,18 @@ def transformer(
     def read(prefix: str) -> dict[str, Stored]:
         skipped = (f"{prefix}.ffn.experts.", f"{prefix}.ffn.shared_experts.", f"{prefix}.ffn.gate.")
         own = [w for w in by_prefix[prefix] if not (prefix and w.name.startswith(skipped))]
-        return {w.name.removeprefix(f"{prefix}." if prefix else ""): listed.stored(w) for w in own}
+        return {w.name.removeprefix(f"{prefix}." if prefix else ""): listed.stored(w, share.cut(w)) for w in own}
 
+    total = sum(share.stored_bytes(w, listed.specs(w)) for w in names.weights(config))
+    build = _Build(listed, precision, experts, keys, backend, arch, share, groups)
     layers = []
     blocks = [(f"layers.{number}", kind) for number, kind in enumerate(config.layer_kinds)]
     for prefix, kind in [*blocks, *([(names.MTP, config.mtp_kind)] if mtp else [])]:
         tensors = read(prefix)
-        layers.append(_layer(tensors, listed, prefix, kind, precision, experts, keys, backend, arch))
-        done += sum(checkpoint.entry(n).nbytes for w in by_prefix[prefix] for n in listed.parts(w))
+        layers.append(_layer(tensors, prefix, kind, build))
+        done += sum(share.stored_bytes(w, listed.specs(w)) for w in by_prefix[prefix])
         if progress is not None:
-            progress(done, listed.nbytes, prefix)
+            progress(done, total, prefix)
     block = (
         MtpBlock(layers.pop(), _collapse(tensors, config, backend), tensors, config, precision, backend, arch)
         if mtp
@@ -76,7 +86,7 @@ def transformer(
     )
     top, layout = read(""), Layout(places, capacity)
     given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), rotary.tables(config, capacity)
-    return Transformer(config, layers, *given, layout, keys, block, backend, arch)
+    return Transformer(config, layers, *given, layout, keys, block, backend, arch, groups)
 
 
 def key_format(arch: str) -> str:
@@ -84,25 +94,29 @@ def key_format(arch: str) -> str:
     return "fp8" if arch == HOPPER else "fp4"
 
 
-def model_bytes(listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a") -> int:
+def model_bytes(
+    listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a", share: Share | None = None
+) -> int:
     """Count bytes of the model that `transformer` makes for ``arch`` in default modes.
 
     From headers alone.
     """
     tables = 2 * 4 * len(LayerKind) * capacity * (listed.config.rope_dim // 2)
-    return tables + sum(_operand_bytes(w, listed.form, arch) for w in _weights(listed.config, mtp))
+    share = Share(listed.config) if share is None else share
+    held = (share.part(w) for w in _weights(listed.config, mtp) if share.holds(w))
+    return tables + sum(_operand_bytes(w, listed.form, arch) for w in held)
 
 
-def reading_bytes(listed: Listed, mtp: bool = False) -> int:
+def reading_bytes(listed: Listed, mtp: bool = False, share: Share | None = None) -> int:
     """Count the bytes of the largest layer as it is stored.
 
     They are in memory beside the model while it is read.
     """
     layers: dict[str, int] = {}
+    share = Share(listed.config) if share is None else share
     for weight in _weights(listed.config, mtp):
-        stored = sum(listed.checkpoint.entry(name).nbytes for name in listed.parts(weight))
         prefix = _prefix(weight)
-        layers[prefix] = layers.get(prefix, 0) + stored
+        layers[prefix] = layers.get(prefix, 0) + share.stored_bytes(weight, listed.specs(weight))
     return max(layers.values())
 
 
@@ -135,20 +149,26 @@ def _collapse(tensors: dict[str, Stored], config: ModelConfig, backend: str) -> 
     return MhcSite(Site(*parts, tensors["norm.weight"]), config, backend)
 
 
-def _layer(
-    tensors: dict[str, Stored],
-    listed: Listed,
-    prefix: str,
-    kind: LayerKind,
-    precision: str,
-    experts: str | None,
-    keys: str,
-    backend: str,
-    arch: str,
-) -> DecoderLayer:
-    config = listed.config
+class _Build(NamedTuple):
+    """What all layers are made with: see `transformer`."""
+
+    listed: Listed
+    precision: str
+    experts: str | None
+    keys: str
+    backend: str
+    arch: str
+    share: Share
+    groups: Groups
+
+
+def _layer(tensors: dict[str, Stored], prefix: str, kind: LayerKind, build: _Build) -> DecoderLayer:
+    config, backend = build.listed.config, build.backend
+    given = {"backend": backend, "arch": build.arch}
     own = {name.removeprefix("attn."): t for name, t in tensors.items() if name.startswith("attn.")}
-    attention = Attention(config, kind, own, precision=precision, keys=keys, backend=backend, arch=arch)
-    modes = {"precision": experts, "shared_precision": "bf16" if experts == "bf16" else None}
-    moe = moe_layer(listed.checkpoint, prefix, config, **modes, backend=backend, arch=arch)
+    formats = {"precision": build.precision, "keys": build.keys}
+    attention = Attention(build.share.local, kind, own, **formats, **given, group=build.groups.tensor)
+    modes = {"precision": build.experts, "shared_precision": "bf16" if build.experts == "bf16" else None}
+    parts = {"share": build.share, "groups": build.groups}
+    moe = moe_layer(build.listed.checkpoint, prefix, config, **modes, **given, **parts)
     return DecoderLayer(attention, moe, tensors, config, backend)
