@@ -186,7 +186,9 @@ class GroupedDense(torch.nn.Module):
         o [T, H, D], bf16 or FP8 codes with scales as `mode` has them -> [T, G * R].
         """
         if self.out != "bf16":
-            scales = o.scales if self.mode == "bf16" else o.scales.flatten(1) if self.mode == "fp8_block" else o.scales[0]
+            scales = (
+                o.scales if self.mode == "bf16" else o.scales.flatten(1) if self.mode == "fp8_block" else o.scales[0]
+            )
             w = Operand(self.codes[0], None if self.scales is None else self.scales[0])
             options = {"mode": self.mode, "out_format": self.out, "backend": self.backend}
             return linear(Operand(o.codes.flatten(1), scales), w, **options).codes

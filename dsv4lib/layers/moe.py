@@ -34,8 +34,8 @@ from torch import Tensor
 
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
-from dsv4lib.layers.dense import HOPPER, target
 from dsv4lib.layers.communicator import SINGLE, Groups
+from dsv4lib.layers.dense import HOPPER, target
 from dsv4lib.layers.exchange import Routes
 from dsv4lib.layers.experts import FP8_BLOCK, FP8_RECIPES, Experts, ExpertStack, Fp8Expert, check, in_range, keeps_types
 from dsv4lib.ops.common.typed import typed

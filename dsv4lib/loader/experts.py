@@ -112,9 +112,7 @@ def read_experts(checkpoint: Checkpoint, prefix: str, experts: Iterable[int], hi
     return _read(checkpoint, kind, [f"{prefix}.ffn.experts.{number}" for number in numbers], hidden, width)
 
 
-def read_shared(
-    checkpoint: Checkpoint, prefix: str, hidden: int, width: int, part: range | None = None
-) -> Experts:
+def read_shared(checkpoint: Checkpoint, prefix: str, hidden: int, width: int, part: range | None = None) -> Experts:
     """Read the shared expert of a layer, FP8 in every public checkpoint.
 
     Args:
@@ -132,7 +130,9 @@ def read_shared(
 
 def largest_input_scale(checkpoint: Checkpoint, prefix: str, count: int) -> torch.Tensor:
     """Find the largest calibrated scale of what enters a layer's NVFP4 experts: fp32 scalar."""
-    return torch.stack([_scalar(checkpoint, f"{prefix}.ffn.experts.{e}.{GATE}.input_scale") for e in range(count)]).amax()
+    return torch.stack(
+        [_scalar(checkpoint, f"{prefix}.ffn.experts.{e}.{GATE}.input_scale") for e in range(count)]
+    ).amax()
 
 
 def _check_sizes(hidden: int, width: int) -> None:
