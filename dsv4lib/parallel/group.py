@@ -151,6 +151,7 @@ def joined(plan: Plan, place: Place, device: str, timeout: float) -> Iterator[Ra
             where = {"rank": place.rank, "world_size": place.world, "timeout": limit}
             dist.init_process_group(backend, store=dist.PrefixStore("torch", store), **where, **options)
         ranks = _ranks(plan, place, here, watch)
+        watch.tell()
         yield ranks
         ranks.world.any(False)  # nobody leaves before all have what was sent to them
         watch.leave()

@@ -47,7 +47,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         c = self.config
-        for name in ("tensor", "experts", "data"):
+        for name in ("tensor", "data", "experts"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(name, value, "an integer >= 1")

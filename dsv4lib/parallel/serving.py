@@ -5,13 +5,13 @@
         scheduler = RankScheduler(model, PagedCaches(model, requests=8, tokens=256, positions=2048), ranks)
         tokens = serve(scheduler, [Request(prompt, SamplingParams(), 32), ...])       all of them, on every rank
 
-The ranks of a tensor group run the same steps of the same requests and draw the same tokens. Where experts are shared
+The ranks of a tensor group run the same steps of the same requests, and compare the bits of what the head reads before
+they draw. Where experts are shared
 between groups with different requests, all ranks run step by step together: a rank without work runs an empty step.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from dsv4lib.parallel.plan import Plan, PlanError
 
 
 class RanksDiffer(DSV4Error, RuntimeError):
-    """Ranks of one tensor group that drew different tokens.
+    """Ranks of one tensor group whose hidden values have different bits.
 
     Attributes:
         ranks: those that differ from the first.
@@ -40,7 +40,7 @@ class RanksDiffer(DSV4Error, RuntimeError):
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = list(ranks)
-        super().__init__(f"ranks {self.ranks} drew other tokens than the first of their tensor group")
+        super().__init__(f"ranks {self.ranks} have other bits than the first rank of their tensor group")
 
 
 class Request(NamedTuple):
@@ -95,7 +95,7 @@ class RankScheduler(Scheduler):
         """Run a step; where ranks keep step and this one has nothing to run, an empty one.
 
         Raises:
-            RanksDiffer: ranks of the tensor group drew different tokens. As of `Scheduler.step`.
+            RanksDiffer: the bits of the tensor group's ranks are not the same. As of `Scheduler.step`.
         """
         self.ran = False
         found = super().step() if self.known else []
@@ -111,15 +111,19 @@ class RankScheduler(Scheduler):
         return self.model.hidden(self.caches.decode_arrays(1))
 
     def _draw(self, batch: Batch, hidden: Tensor) -> list[list[int]]:
-        drawn = super()._draw(batch, hidden)
         group = self.ranks.groups.tensor
         if group.size > 1:
-            own = torch.tensor([zlib.crc32(repr(drawn).encode())], device=hidden.device)
-            sums = group.all(own)[:, 0].tolist()
+            every = group.all(checksum(hidden[: batch.tokens])).tolist()
             first = self.ranks.plan.tensor_ranks(self.ranks.rank).start
-            if others := [first + n for n, one in enumerate(sums) if one != sums[0]]:
+            if others := [first + n for n, one in enumerate(every) if one != every[0]]:
                 raise RanksDiffer(others)
-        return drawn
+        return super()._draw(batch, hidden)
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Add the bits of bf16 numbers up, plain and by their place: int64 [2]."""
+    numbers = x.contiguous().view(torch.int16).flatten().long()
+    return torch.stack([numbers.sum(), (numbers * torch.arange(1, len(numbers) + 1, device=x.device)).sum()])
 
 
 def serve(scheduler: RankScheduler, requests: Sequence[Request]) -> list[list[int]]:

@@ -73,7 +73,7 @@ class Watch:
         self.peers: dict[socket.socket, int] = {}
         self.texts: dict[socket.socket, bytes] = {}
         self.left: set[int] = set()
-        self.lock, self.stopped = threading.Lock(), threading.Event()
+        self.lock, self.saying, self.stopped = threading.Lock(), threading.Lock(), threading.Event()
         if self.rank == 0:
             door = listening(place.address)
             store.set("watch", str(door.getsockname()[1]))
@@ -106,6 +106,7 @@ class Watch:
         except (Exception, KeyboardInterrupt) as error:
             known = isinstance(error, DSV4Error)
             text = str(error) if known else f"{type(error).__name__}: {error}"
+            self.left.add(self.rank)  # it ends by itself: not by what the hub says of it
             self._say(f"failed {self.rank} {' '.join(text.split())}")
             if known and self.rank:
                 sys.exit(getattr(error, "exit_code", 2))
@@ -138,7 +139,7 @@ class Watch:
 
     def leave(self) -> None:
         """Say that this rank is done: its end is none for the others."""
-        self._tell()
+        self.tell()
         self.left.add(self.rank)
         self._say("left")
 
@@ -152,7 +153,7 @@ class Watch:
                 if one in lifeline:
                     os._exit(EXIT_CODE)  # the launcher is gone: nobody waits for a line
                 self._read(one)
-            self._tell()
+            self.tell()
             if self.rank == 0:
                 self._judge()
 
@@ -177,14 +178,16 @@ class Watch:
             self.left.add(rank)
         elif word == "failed":
             number, _, text = rest.partition(" ")
+            if int(number) == self.rank and self.rank in self.left:
+                return
             self._end(int(number), f"rank {number}: {text}")
         else:
             group, first, past, count, what = rest.split()
             given = Calls(int(first), int(past), int(count), what)
             self.of.setdefault(rank, {})[group] = given
 
-    def _tell(self) -> None:
-        """Tell the hub how far this rank is."""
+    def tell(self) -> None:
+        """Tell the hub how far this rank is; every tick does."""
         if self.rank == 0:
             return
         with self.lock:
@@ -232,7 +235,7 @@ class Watch:
 
     def _say(self, line: str) -> None:
         for peer in list(self.peers):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self.saying:
                 peer.sendall(line.encode() + b"\n")
 
     def _linger(self) -> None:

@@ -1,0 +1,137 @@
+"""Ranks that die, fail or fall behind: all others end within seconds, with one line that names the rank."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from dsv4lib import env
+from dsv4lib.errors import ArgumentError
+from dsv4lib.parallel.group import joined
+from dsv4lib.parallel.place import Place
+from dsv4lib.parallel.plan import Plan
+from dsv4lib.parallel.watch import EXIT_CODE, RankEnded
+from tests.cases import cases
+from tests.parallel.ranks import GROUPED, returned, run
+
+SECONDS = 8.0  # of wall time on a busy machine; it takes a tenth of a second
+
+
+def at_work(ranks):
+    """Call each other without end."""
+    while True:
+        ranks.world.any(False)
+
+
+@pytest.mark.parametrize("rank", cases(1, 0, full=[3]))
+def test_a_rank_that_is_killed_ends_all(tmp_path, rank):
+    plan = Plan.of(GROUPED, tensor=4)
+    ended = run(plan, at_work, tmp_path, meddle=lambda pids: os.kill(pids[rank], signal.SIGKILL))
+    assert ended.codes == [-signal.SIGKILL if r == rank else EXIT_CODE for r in range(4)]
+    assert ended.err == f"dsv4: rank {rank} ended without a word; all ranks end\n"
+    assert ended.seconds < SECONDS
+
+
+def test_a_rank_that_fails_ends_all_and_is_quoted(tmp_path):
+    """A refusal is one line of rank 0, an exit code of its own for the rank."""
+
+    def work(ranks):
+        if ranks.rank == 2:
+            raise ArgumentError("x", 1, "two\nlines")
+        at_work(ranks)
+
+    ended = run(Plan.of(GROUPED, tensor=4), work, tmp_path)
+    assert ended.codes == [EXIT_CODE, EXIT_CODE, 2, EXIT_CODE]
+    assert ended.err == "dsv4: rank 2: x=1 is not allowed: two lines; all ranks end\n"
+
+
+def test_a_mistake_keeps_its_traceback(tmp_path):
+    def work(ranks):
+        return 1 // (1 - ranks.rank) if ranks.rank < 2 else at_work(ranks)
+
+    ended = run(Plan.of(GROUPED, tensor=4), work, tmp_path)
+    assert ended.codes[1] == 1 and ended.err.count("Traceback") == 1
+    assert "dsv4: rank 1: ZeroDivisionError: integer division or modulo by zero; all ranks end\n" in ended.err
+
+
+def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path):
+    plan = Plan.of(GROUPED, tensor=4)
+    ended = run(plan, at_work, tmp_path, timeout=3.0, meddle=lambda pids: os.kill(pids[2], signal.SIGSTOP))
+    assert ended.codes == [EXIT_CODE, EXIT_CODE, None, EXIT_CODE]
+    line = r"dsv4: rank 2 did not reach call \d+ \(any\) of the world group within 3 s; all ranks end\n"
+    assert re.fullmatch(line, ended.err), ended.err
+    assert 2.5 < ended.seconds < 3 + SECONDS
+
+
+def test_the_rank_that_others_wait_for_is_named_not_those_who_wait(tmp_path):
+    """Rank 3 computes without end: 2 waits for it in their group, 0 and 1 for 2 and 3 in that of all."""
+
+    def work(ranks):
+        if ranks.rank == 3:
+            time.sleep(600)
+        ranks.groups.experts.any(False)
+        ranks.world.any(False)
+
+    plan = Plan.of(GROUPED, tensor=4, experts=2)
+    ended = run(plan, work, tmp_path, timeout=2.0)
+    assert ended.codes == [EXIT_CODE] * 4 and "dsv4: rank 3 did not reach call " in ended.err, ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_long_step_of_all_is_no_timeout(tmp_path):
+    def work(ranks):
+        for _ in range(3):
+            time.sleep(1.0)
+            ranks.world.any(False)
+
+    returned(run(Plan.of(GROUPED, tensor=2), work, tmp_path, timeout=1.5))
+
+
+def test_a_rank_that_never_comes_is_named():
+    place = Place(0, 2, 0, 2)
+    with (
+        pytest.raises(RankEnded, match="rank 1 did not join within 1 s"),
+        joined(Plan.of(GROUPED, tensor=2), place, "cpu", 1.0),
+    ):
+        pass
+
+
+def command(*arguments):
+    """The command of the lab as a process; on this machine's reference back end."""
+    text = [sys.executable, "-m", "dsv4lib.lab.cli", "generate", *arguments, "--backend", "reference"]
+    given = {"PYTHONPATH": str(env.root()), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **given}, bufsize=0
+    )
+
+
+def ranks_of(process, count):
+    """Process ids of the ranks, once they are there."""
+    while process.poll() is None:
+        found = psutil.Process(process.pid).children()
+        if len(found) == count:
+            return sorted(found, key=lambda one: int(one.environ()["RANK"]))
+        time.sleep(0.05)
+    raise AssertionError(process.communicate())
+
+
+def test_the_command_ends_when_a_rank_is_killed_and_no_process_is_left():
+    process = command(
+        "The sea", "--tokens", "2000", "--tensor-parallel", "2", "--model", str(env.root() / "data" / "nano")
+    )
+    assert process.stdout.read(7) == b"The sea"  # both ranks are at work
+    ranks = ranks_of(process, 2)
+    start = time.monotonic()
+    ranks[1].kill()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < SECONDS and process.returncode in (EXIT_CODE, 128 + signal.SIGKILL)
+    assert b"Traceback" not in err
+    assert [line for line in err.decode().splitlines() if line.startswith("dsv4:")] == [
+        "dsv4: rank 1 ended without a word; all ranks end"
+    ]
+    assert not any(psutil.pid_exists(one.pid) for one in ranks)
