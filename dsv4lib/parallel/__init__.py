@@ -4,7 +4,7 @@
 |-----------|-----------------------------------------------------------------------------------------|
 | `plan`    | sizes of the groups, checked against a model; which share a rank holds                  |
 | `group`   | the communicator of a group of ranks, and the groups of a rank                          |
-| `watch`   | ends all ranks when one dies or falls behind, and says which                            |
+| `watch`   | ends all ranks when one dies or stands still, and says which                            |
 | `launch`  | processes on this machine: start them, end them together                                |
 | `serving` | a scheduler whose ranks keep step; requests divided, tokens gathered                    |
 

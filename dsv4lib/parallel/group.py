@@ -27,7 +27,7 @@ class Group(Communicator):
     """Some ranks of all.
 
     Args:
-        name: in messages. ranks: of the group. rank: this process, among all. watch: is told of every call.
+        name: in messages. ranks: of the group. rank: this process, among all. watch: counts every call.
         process_group: of torch.distributed. device: where tensors travel from.
     """
 
@@ -153,7 +153,7 @@ def joined(plan: Plan, place: Place, device: str, timeout: float) -> Iterator[Ra
         ranks = _ranks(plan, place, here, watch)
         watch.tell()
         yield ranks
-        ranks.world.any(False)  # nobody leaves before all have what was sent to them
+        ranks.world.any(False)  # all have what was sent to them before one leaves
         watch.leave()
         dist.destroy_process_group()
 

@@ -57,6 +57,8 @@ class Place(NamedTuple):
         rank, world, local, beside, host, port = found.values()
         if not int(rank) < int(world):
             raise ArgumentError("RANK", rank, f"below WORLD_SIZE={world}")
+        if not 0 < int(port) < 1 << 16:
+            raise ArgumentError("MASTER_PORT", port, "1 to 65535, where the ranks meet")
         lifeline = environment.get(LIFELINE)
         agent = environment.get(AGENT) == "True"
         return cls(

@@ -1,4 +1,4 @@
-"""End all ranks when one dies, fails or falls behind, with one line that names it.
+"""End all ranks when one dies, fails or stands still, with one line that names it.
 
 A thread of each rank holds a connection to rank 0, the hub, which is closed by the system when a process dies, however
 it dies. Over it ranks tell which call to a group they have reached. Where some members of a group have reached a call
@@ -151,7 +151,7 @@ class Watch:
             ready, _, _ = select.select([*self.peers, *lifeline], [], [], TICK)
             for one in ready:
                 if one in lifeline:
-                    os._exit(EXIT_CODE)  # the launcher is gone: nobody waits for a line
+                    os._exit(EXIT_CODE)  # the launcher is gone, and with it the reader of a line
                 self._read(one)
             self.tell()
             if self.rank == 0:
@@ -206,11 +206,11 @@ class Watch:
                 members = range(some.first, some.past)
                 of = {r: self.of.get(r, {}).get(name) or Calls(some.first, some.past, since=0.0) for r in members}
                 most = max(calls.count for calls in of.values())
-                behind = [r for r in members if of[r].count < most and r not in self.left]
-                if not behind or now - max(calls.since for calls in of.values()) < self.timeout:
+                late = [r for r in members if of[r].count < most and r not in self.left]
+                if not late or now - max(calls.since for calls in of.values()) < self.timeout:
                     continue
                 waiting = next(calls.what for calls in of.values() if calls.count == most)
-                idle = [r for r in behind if all(c.what == "-" for c in self.of.get(r, {}).values())] or behind
+                idle = [r for r in late if all(c.what == "-" for c in self.of.get(r, {}).values())] or late
                 who = f"rank {idle[0]}" if len(idle) == 1 else "ranks " + ", ".join(map(str, idle))
                 what = f" ({waiting})" if waiting != "-" else ""
                 group = f"the {name.partition('-')[0]} group"

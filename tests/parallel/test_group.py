@@ -110,6 +110,7 @@ def test_a_place_is_read_from_the_environment():
     for name, value in (
         ("WORLD_SIZE", ""),
         ("MASTER_PORT", "x"),
+        ("MASTER_PORT", "0"),
         ("RANK", "2"),
         ("MASTER_ADDR", ""),
         ("LOCAL_RANK", "-1"),

@@ -11,7 +11,10 @@ from dsv4lib.layers.communicator import Communicator, Groups
 from dsv4lib.layers.dense import Dense
 from dsv4lib.loader import experts, names
 from dsv4lib.loader.checkpoint import Checkpoint
+from dsv4lib.loader.convert import convert
+from dsv4lib.loader.experts import largest_input_scale
 from dsv4lib.loader.model import model_bytes, transformer
+from dsv4lib.loader.moe import moe_layer
 from dsv4lib.loader.safetensors import Cut
 from dsv4lib.loader.whole import Listed
 from dsv4lib.model.paged import PagedCaches
@@ -48,6 +51,31 @@ def test_experts_on_other_ranks_change_no_bit(listed, tmp_path):
     found = returned(run(Plan.of(GROUPED, data=2), lambda r: bits(logits(listed, r, texts[r.rank])), tmp_path))
     for text, one in zip(texts, found, strict=True):
         assert one == bits(logits(listed, alone(GROUPED), text))
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_calibrated_scales_are_those_of_all_experts(listed, tmp_path, form):
+    """NVFP4: tokens are quantised by the largest scale of all experts, which a rank may not have."""
+    if form == "nvfp4":
+        convert(listed.checkpoint.folder, tmp_path / form, form)
+        listed = Listed.of(Checkpoint(tmp_path / form))
+        scale = largest_input_scale(listed.checkpoint, "layers.1", GROUPED.n_experts)
+        entry = next(n for n in listed.checkpoint if ".experts.4.w1.input_scale" in n and n.startswith("layers.1."))
+        with open(listed.checkpoint.entry(entry).file, "r+b") as file:  # w1 and w3 have the same
+            for name in (entry, entry.replace(".w1.", ".w3.")):
+                file.seek(listed.checkpoint.entry(name).offset)
+                file.write((8 * scale).numpy().tobytes())
+    x = torch.randn(9, GROUPED.hidden, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+    def work(ranks):
+        share = ranks.plan.share(ranks.rank)
+        given = {"share": share, "groups": ranks.groups, "backend": "reference"}
+        layer = moe_layer(listed.checkpoint, "layers.1", GROUPED, **given)
+        return bits(layer(x[: 9 - ranks.rank]))
+
+    found = returned(run(Plan.of(GROUPED, data=2), work, tmp_path))
+    want = moe_layer(listed.checkpoint, "layers.1", GROUPED, backend="reference")
+    assert found == [bits(want(x)), bits(want(x[:8]))]
 
 
 @pytest.mark.parametrize("tensor", cases(4, full=[2]))
@@ -119,9 +147,15 @@ def want(nano):
 @pytest.mark.parametrize(
     "sizes",
     cases(
-        {"tensor": 2},
         {"tensor": 2, "data": 2},
-        full=[{"tensor": 4}, {"data": 2}, {"data": 4}, {"tensor": 2, "experts": 1}, {"tensor": 4, "experts": 2}],
+        full=[
+            {"tensor": 2},
+            {"tensor": 4},
+            {"data": 2},
+            {"data": 4},
+            {"tensor": 2, "experts": 1},
+            {"tensor": 4, "experts": 2},
+        ],
     ),
     ids=str,
 )
@@ -142,6 +176,27 @@ def test_drafts_are_refused_where_ranks_must_keep_step(nano):
         serving.require_drafts(plan, 1)
     serving.require_drafts(plan, 0)
     serving.require_drafts(Plan.of(nano.config, data=2, experts=1), 1)
+
+
+@pytest.mark.parametrize("sizes", cases({"tensor": 2}, full=[{"tensor": 4}, {"data": 2}]), ids=str)
+def test_operands_of_a_hopper_are_divided_too(nano, tmp_path, sizes):
+    """Scales as they are stored, of 128 x 128: a shared expert whose parts would cut them is whole."""
+    text = run_case.text(40).tolist()
+
+    def work(ranks):
+        model = divided(nano, ranks, backend="reference", arch="sm_90a", capacity=256)
+        assert ranks.plan.world == 1 or model.layers[0].ffn.shared_out == "bf16"
+        modes = model.layers[0].attn.wo_a.mode, model.layers[0].attn.inputs.mode
+        return [modes, bits(model([text], [0], [0], all_logits=True))]
+
+    found = returned(run(Plan.of(nano.config, **sizes), work, tmp_path))
+    modes, want = work(alone(nano.config))
+    want = torch.tensor(want, dtype=torch.int32).view(torch.float32).view(len(text), -1)
+    assert tuple(modes) == ("fp8_block", "fp8_block")
+    for one in found:
+        ours = torch.tensor(one[1], dtype=torch.int32).view(torch.float32).view(len(text), -1)
+        assert one[0] == list(modes) and one == found[0]
+        assert float((ours - want).square().mean(-1).sqrt().median()) < 0.01 * float(want.std())
 
 
 @pytest.mark.full

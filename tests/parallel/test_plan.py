@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsv4lib import env
 from dsv4lib.config import FLASH, PRO
 from dsv4lib.errors import ArgumentError
 from dsv4lib.loader import names
@@ -106,6 +107,14 @@ def test_bytes_of_the_ranks_sum_to_the_whole(config, sizes):
     copies = plan.world // plan.experts
     assert set(times) == {copies, plan.data, plan.world} and times[copies] >= experts
     assert every / plan.world < max(own.values()) < 1.6 * every / min(plan.experts, plan.tensor)
+
+
+@pytest.mark.parametrize(("name", "config", "ranks"), cases(("Flash", FLASH, 8), full=[("Pro", PRO, 16)]))
+def test_readme_has_the_bytes_of_a_rank(name, config, ranks):
+    row = next(x for x in (env.root() / "README.md").read_text().splitlines() if x.startswith(f"| {name}, MXFP4 |"))
+    plans = {}, {"tensor": ranks}, {"data": ranks}
+    found = [f"{Plan.of(config, **sizes).share(0).nbytes('mxfp4', mtp=False) / 1e9:.1f}" for sizes in plans]
+    assert [cell.strip() for cell in row.split("|")[2:5]] == found
 
 
 def test_what_all_heads_share_is_whole_and_heads_are_once():
