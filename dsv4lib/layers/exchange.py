@@ -46,7 +46,7 @@ class Routes:
         self.group, self.count, self.experts = group, count, experts
         owner = group.owner(experts, count)
         flat = owner.flatten()
-        self.per_rank = [int(n) for n in (flat[:, None] == torch.arange(group.size, device=flat.device)).sum(0)]
+        self.per_rank = (flat[:, None] == torch.arange(group.size, device=flat.device)).sum(0).tolist()
         order = torch.argsort(flat, stable=True)[int((flat < 0).sum()) :]  # by rank, then token, then slot
         self.row_of = torch.full_like(flat, -1, dtype=torch.int32)
         self.row_of[order] = torch.arange(len(order), dtype=torch.int32, device=flat.device)
@@ -72,5 +72,7 @@ class Routes:
     def back(self, y: Tensor, row_of: Tensor) -> Tensor:
         """Send the rows y [.., d] of routes ``row_of`` int32 [R, k] (-1: none) to where their tokens came from."""
         valid = row_of >= 0
-        per_rank = [int(part.sum()) for part in valid.split(self.received)]
+        ends = torch.tensor([0, *self.received], device=y.device).cumsum(0)
+        totals = torch.nn.functional.pad(valid.sum(1).cumsum(0), (1, 0))
+        per_rank = totals[ends].diff().tolist()
         return self.group.exchange(y[row_of[valid].long()], per_rank, self.per_rank)

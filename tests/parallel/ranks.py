@@ -53,7 +53,7 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def run(plan, work, tmp_path, *, timeout=60.0, meddle=None):
+def run(plan, work, tmp_path, *, timeout=60.0, meddle=None, lifeline=None):
     """Fork the ranks of a plan and call ``work(ranks)`` on each; what it returns must be JSON or tensors' lists.
 
     ``meddle`` is called with the process ids once all are at work; seconds count from then on.
@@ -69,7 +69,7 @@ def run(plan, work, tmp_path, *, timeout=60.0, meddle=None):
         try:
             with open(tmp_path / f"err{rank}", "wb", buffering=0) as err:
                 os.dup2(err.fileno(), 2)
-            place = Place(rank, plan.world, rank, plan.world, port=store.port, agent=True)
+            place = Place(rank, plan.world, rank, plan.world, port=store.port, agent=True, lifeline=lifeline)
             with joined(plan, place, "cpu", timeout) as ranks:
                 (tmp_path / f"at_work{rank}").touch()
                 found = work(ranks)

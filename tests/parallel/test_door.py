@@ -14,7 +14,12 @@ from typer.testing import CliRunner
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab import cli
-from dsv4lib.parallel.plan import PlanError
+from dsv4lib.loader.model import model_bytes, reading_bytes
+from dsv4lib.model.paged import pool_bytes
+from dsv4lib.pages.full_model import run_case
+from dsv4lib.pages.generation import serving
+from dsv4lib.parallel.group import Ranks
+from dsv4lib.parallel.plan import Plan, PlanError
 from dsv4lib.parallel.watch import EXIT_CODE
 from tests.parallel.test_watch import SECONDS
 
@@ -57,7 +62,7 @@ def test_the_command_starts_its_ranks_and_ends_them_together(want):
     assert time.monotonic() - begun < SECONDS and process.returncode in (EXIT_CODE, 128 + signal.SIGKILL)
     *said, last = err.decode().splitlines()
     assert last == "dsv4: rank 1 ended without a word; all ranks end"
-    assert [re.fullmatch(HELD, line)[1] for line in said[:2]] == ["0", "1"]
+    assert re.findall(HELD, err.decode())[0][0] == "0" and len(re.findall(HELD, err.decode())) == 2
     assert sum("tokens of prompt" in line for line in said) == 1 and "Traceback" not in err.decode()
     assert not any(psutil.pid_exists(one.pid) for one in ranks)
 
@@ -79,6 +84,27 @@ def test_the_command_has_the_bytes_of_one_rank(want, sizes):
     count = 4 if sizes[2:3] == ["--data-parallel"] else 2
     assert [int(rank) for rank, _ in re.findall(HELD, done.stderr)] == list(range(count))
     assert done.stderr.count("tokens of prompt") == 1 and done.stderr.count("kernels: none") == 1
+
+
+def test_memory_of_a_rank_is_counted_before_it_is_taken(monkeypatch):
+    """Its part of the weights, and its part of what this machine has free; a byte less is refused."""
+    listed = run_case.listed()
+    ranks = Ranks(Plan.of(listed.config, tensor=4), 3, beside=4)
+    options = serving.Options(listed.checkpoint.folder, 8, backend="reference")
+    wanted = []
+    for here in (None, ranks):
+        monkeypatch.setattr(env, "free_memory", lambda: 0)
+        with pytest.raises(serving.NotEnoughMemory) as refused:
+            serving.require_memory(listed, 512, options, "reference", here)
+        wanted.append(refused.value.wanted)
+    share, pool = ranks.plan.share(3), {"requests": 1, "tokens": serving.CHUNK, "positions": 512, "drafts": 0}
+    weights, reading = model_bytes(listed, 512, share=share), reading_bytes(listed, share=share)
+    assert wanted[1] == weights + reading + pool_bytes(listed.config, **pool) < 0.8 * wanted[0]
+    monkeypatch.setattr(env, "free_memory", lambda: 4 * wanted[1])
+    serving.require_memory(listed, 512, options, "reference", ranks)
+    monkeypatch.setattr(env, "free_memory", lambda: 4 * wanted[1] - 1)
+    with pytest.raises(serving.NotEnoughMemory):
+        serving.require_memory(listed, 512, options, "reference", ranks)
 
 
 @pytest.mark.full

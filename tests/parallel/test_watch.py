@@ -5,9 +5,11 @@ import re
 import signal
 import time
 
+import psutil
 import pytest
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.parallel import launch
 from dsv4lib.parallel.group import joined
 from dsv4lib.parallel.place import Place
 from dsv4lib.parallel.plan import Plan
@@ -86,6 +88,44 @@ def test_a_long_step_of_all_is_no_timeout(tmp_path):
             ranks.world.any(False)
 
     returned(run(Plan.of(GROUPED, tensor=2), work, tmp_path, timeout=1.5))
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    """Its end of the pipe is closed, however it ends; nobody is there to read a line."""
+    theirs, ours = os.pipe()
+
+    def work(ranks):
+        os.close(ours)  # as of a process that was not forked from the launcher
+        at_work(ranks)
+
+    def end(_):
+        time.sleep(0.2)
+        os.close(ours)
+
+    ended = run(Plan.of(GROUPED, tensor=2), work, tmp_path, meddle=end, lifeline=theirs)
+    os.close(theirs)
+    assert ended.codes == [EXIT_CODE] * 2 and ended.err == "" and ended.seconds < SECONDS
+
+
+def test_the_launcher_ends_ranks_that_do_not_end_by_themselves(tmp_path, monkeypatch):
+    """Rank 0 never joined, so it cannot know that rank 1 failed; SIGTERM does not end it."""
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open(r'{tmp_path}/pid' + os.environ['RANK'], 'w').write(f'{{os.getpid()}}')\n"
+        "sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)\n"
+    )
+    start = time.monotonic()
+    assert launch.launch([str(script)], 2) == 3 and time.monotonic() - start < SECONDS
+    assert not psutil.pid_exists(int((tmp_path / "pid0").read_text()))
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    assert launch.launch([str(script)], 1) == 128 + signal.SIGKILL
+    script.write_text(
+        "import os\nassert os.environ['WORLD_SIZE'] == '3' and os.environ['MASTER_ADDR'] == '127.0.0.1'\n"
+    )
+    assert launch.launch([str(script)], 3) == 0
 
 
 def test_a_rank_that_never_comes_is_named():
