@@ -81,30 +81,39 @@ def run(plan, work, tmp_path, *, timeout=60.0, meddle=None, lifeline=None):
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(code)
-    deadline, start = time.monotonic() + 300, time.monotonic()
-    if meddle is not None:
-        while not all((tmp_path / f"at_work{rank}").exists() for rank in range(plan.world)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        meddle(pids)
-        start = time.monotonic()
-    codes = {}
-    while len(codes) < len(pids) and time.monotonic() < deadline:
+    codes, start = {}, time.monotonic()
+    try:
+        if meddle is not None:
+            wait(lambda: all((tmp_path / f"at_work{rank}").exists() for rank in range(plan.world)))
+            meddle(pids)
+            start = time.monotonic()
+        wait(lambda: all(reaped(pid, codes) or (meddle is not None and stopped(pid)) for pid in pids))
+        seconds = time.monotonic() - start
+    finally:
         for pid in set(pids) - codes.keys():
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-        if meddle is not None and {p for p in pids if p not in codes} == {p for p in pids if stopped(p)}:
-            break
-    seconds = time.monotonic() - start
-    for pid in set(pids) - codes.keys():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     files = [tmp_path / f"found{rank}" for rank in range(plan.world)]
     found = [json.loads(file.read_text()) if file.exists() else None for file in files]
     err = "".join((tmp_path / f"err{rank}").read_text() for rank in range(plan.world))
     return Ended([codes.get(pid) for pid in pids], found, err, seconds)
+
+
+def wait(done, seconds=120):
+    """Wait until something is true."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "the ranks are still at work"
+        time.sleep(0.01)
+
+
+def reaped(pid, codes):
+    """Whether a process has ended; then its exit code is in ``codes``."""
+    if pid not in codes:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    return pid in codes
 
 
 def stopped(pid):
