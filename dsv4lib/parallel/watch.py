@@ -146,6 +146,12 @@ class Watch:
     # The thread
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # without a watch a rank could wait for ever
+            self._end(self.rank, f"rank {self.rank}: its watch broke: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
         lifeline = [] if self.place.lifeline is None else [self.place.lifeline]
         while not self.stopped.is_set():
             ready, _, _ = select.select([*self.peers, *lifeline], [], [], TICK)
@@ -221,7 +227,7 @@ class Watch:
         self._end(idle[0], text)
 
     def _end(self, rank: int, text: str) -> None:
-        """End this process because of another rank; the hub, or where it is gone rank 1, says so."""
+        """End this process because of a rank; the hub, or where it is gone rank 1, says so."""
         if self.rank == 0 or (rank == 0 and self.rank == 1 and text.endswith("without a word")):
             with contextlib.suppress(OSError):
                 os.write(2, f"dsv4: {text}; all ranks end\n".encode())
@@ -229,6 +235,8 @@ class Watch:
             rest = text.removeprefix(f"rank {rank}: ")
             self._say(f"failed {rank} {rest}")
             self._linger()
+        elif rank == self.rank:
+            self._say(f"failed {rank} {text.removeprefix(f'rank {rank}: ')}")
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(EXIT_CODE)

@@ -91,6 +91,25 @@ def test_heads_and_columns_on_other_ranks_stay_within_rounding(listed, tmp_path,
     assert float((ours.argmax(-1) == want.argmax(-1)).float().mean()) > 0.9
 
 
+def pieces(ranks, listed):
+    """Bits of embedding, logits of given numbers, and what this rank's groups of heads give in the first layer."""
+    model, seen = divided(listed, ranks, backend="reference", capacity=256), []
+    right = model.layers[0].attn.wo_a.forward
+    model.layers[0].attn.wo_a.forward = lambda heads: seen.append(right(heads)) or seen[0]
+    model([ids(20, 7)], [0], [0])
+    tokens = torch.tensor([-1, 0, 81, 82, 163, 164, 245, 246, 327])  # ends of the parts of 328
+    hidden = torch.randn(5, GROUPED.hidden, generator=torch.Generator().manual_seed(3)).bfloat16()
+    found = model.embedded(tokens, 4), model.embedded(tokens, 0), model.head(hidden)[0][:, : GROUPED.vocab]
+    return [bits(x) for x in (*found, seen[0].T)]
+
+
+def test_vocabulary_and_heads_on_other_ranks_change_no_bit(listed, tmp_path):
+    *want, u = pieces(alone(GROUPED), listed)
+    found = returned(run(Plan.of(GROUPED, tensor=4), lambda r: pieces(r, listed), tmp_path))
+    assert all(one[:3] == want for one in found)
+    assert sum((one[3] for one in found), []) == u  # [heads' outputs, T]: groups one after the other
+
+
 def addends(ranks, x, weight):
     """The sum of a row-parallel product, rounded once."""
     mine = ranks.world.own(x.shape[1])

@@ -90,6 +90,18 @@ def test_a_long_step_of_all_is_no_timeout(tmp_path):
     returned(run(Plan.of(GROUPED, tensor=2), work, tmp_path, timeout=1.5))
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_watch_that_breaks_ends_all(tmp_path, rank):
+    def work(ranks):
+        if ranks.rank == rank:
+            ranks.world.watch.tell = lambda: 1 // 0
+        at_work(ranks)
+
+    ended = run(Plan.of(GROUPED, tensor=4), work, tmp_path)
+    line = f"dsv4: rank {rank}: its watch broke: ZeroDivisionError: integer division or modulo by zero; all ranks end\n"
+    assert ended.codes == [EXIT_CODE] * 4 and ended.err == line
+
+
 def test_ranks_end_with_their_launcher(tmp_path):
     """Its end of the pipe is closed, however it ends; nobody is there to read a line."""
     theirs, ours = os.pipe()
