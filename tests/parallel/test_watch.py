@@ -103,7 +103,7 @@ def test_a_watch_that_breaks_ends_all(tmp_path, rank):
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
-    """Its end of the pipe is closed, however it ends; nobody is there to read a line."""
+    """Its end of the pipe is closed, however it ends; without a launcher no line is written."""
     theirs, ours = os.pipe()
 
     def work(ranks):
