@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "layers": {"formats", "ops"},
     "model": {"formats", "layers", "ops", "cache"},
     "loader": {"formats", "ops", "layers", "model"},
+    "parallel": {"cache", "layers", "loader", "model"},
     "nano": {"formats", "reference", "loader"},  # trained without kernels, judged through the reference
     "emulator": set(),
     "check": set(),
@@ -38,7 +39,9 @@ MAY_IMPORT = {
     "predict": {"dsl", "ops", "emulator"},
     # what is wrong is not timed, and whole layers are timed, too
     "bench": set("formats dsl ops layers loader model emulator reference check predict".split()),
-    "pages": set("formats reference dsl cache ops layers model loader nano check viz predict bench emulator".split()),
+    "pages": set(
+        "formats reference dsl cache ops layers model loader parallel nano check viz predict bench emulator".split()
+    ),
     # bench and emulator are commands of the lab; whatever runs a kernel goes through `backends`
     "lab": set("check viz predict bench emulator pages".split()),
 }

@@ -295,14 +295,25 @@ def generate(
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
     speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 7")] = 0,
+    tensor: Annotated[int, typer.Option("--tensor-parallel", help="ranks that divide heads and vocabulary")] = 1,
+    expert: Annotated[
+        int,
+        typer.Option(
+            "--expert-parallel", help="ranks that divide the routed experts [default: all]", show_default=False
+        ),
+    ] = 0,
+    data: Annotated[int, typer.Option("--data-parallel", help="groups of ranks with requests of their own")] = 1,
+    wait: Annotated[float, typer.Option("--rank-timeout", min=1, help="seconds that a rank waits for another")] = 600.0,
 ) -> None:
     """Continue a text with a DeepSeek-V4 checkpoint: kernels native on Blackwell or Hopper, or emulated; or oracles.
 
-    Ctrl-C ends it (exit 130).
+    Several ranks (tensor-parallel x data-parallel) are processes that it starts here, or that torchrun has started;
+    rank 0 prints. Ctrl-C ends it (exit 130).
     """
     from dsv4lib.pages.generation import command, serving
 
-    options = serving.Options(_checkpoint(model), tokens, temperature, top_p, seed, backend, speculate)
+    sizes = serving.Sizes(tensor, expert, data, wait)
+    options = serving.Options(_checkpoint(model), tokens, temperature, top_p, seed, backend, speculate, sizes)
     command.command(text, options, Console(stderr=True, highlight=False))
 
 

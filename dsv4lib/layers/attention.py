@@ -7,6 +7,10 @@
     o        = fmha(q, {entries} u {window}, sink)
     y        = wo_b (wo_a inv_rope(o))                        inv_rope_quant, output_proj
 
+Where ranks divide the heads (`layers.communicator`), each has the heads of its groups, of the projections rows of wq_b
+and wo_a and columns of wo_b, whose addends are summed. In a model of one group they divide its heads: columns of wo_a,
+whose addends are summed, and rows of wo_b. What all heads share (KV, compressors, indexer, caches) every rank has.
+
 The indexer's wq_b is joined to the attention's, and all projections that stay bf16 (compressors, weights of index
 heads) are one GEMM with fp32 output. FP8 projections read what mHC, and the norm of qr, have quantised. The oracle is
 `dsv4lib.reference.model.Attention`.
@@ -23,7 +27,8 @@ from torch import Tensor
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.formats.fp8_block import FP8Tensor
-from dsv4lib.layers.dense import FP8_MODES, Activations, Dense, GroupedDense, normed, target
+from dsv4lib.layers.communicator import ALONE, Communicator
+from dsv4lib.layers.dense import FP8_MODES, Activations, Dense, GroupedDense, normed, rows_of, target
 from dsv4lib.layers.step import PAGE, Layout, Step
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Running, Weights, compressor
 from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
@@ -141,12 +146,13 @@ class Attention(torch.nn.Module):
     """Attention of one layer. All tensors are buffers.
 
     Args:
-        config: dimensions. kind: of the layer.
+        config: dimensions, of the heads and groups that this rank has. kind: of the layer.
         tensors: weights by their name after ``layers.N.attn.``: tensors, or `FP8Tensor` of linear layers.
         precision: of linear layers stored in FP8, see `Dense`.
         keys: format of indexer keys and queries, "fp4" or "fp8".
         backend: of every op. arch: whose operands it has; None: that of the back end.
         batch_invariant: keys are not split: in how many parts they are depends on the number of tokens.
+        group: ranks that divide the heads.
     """
 
     def __init__(
@@ -160,17 +166,21 @@ class Attention(torch.nn.Module):
         backend: str = "auto",
         arch: str | None = None,
         batch_invariant: bool = False,
+        group: Communicator = ALONE,
     ) -> None:
         super().__init__()
         given = {"backend": backend, "arch": target(arch, backend)}
         self.splits = 1 if batch_invariant else None
-        self.config, self.kind, self.keys, self.backend = config, kind, keys, backend
+        self.config, self.kind, self.keys, self.backend, self.group = config, kind, keys, backend, group
         indexed = kind is LayerKind.CSA
         self.inputs = Dense([tensors["wq_a.weight"], tensors["wkv.weight"]], precision, **given)
         queries = [tensors["wq_b.weight"], *([tensors["indexer.wq_b.weight"]] if indexed else [])]
         self.queries = Dense(queries, precision, **given)
-        self.wo_a = GroupedDense(tensors["wo_a.weight"], config.o_groups, precision, **given)
-        self.wo_b = Dense([tensors["wo_b.weight"]], precision, **given)
+        # of one group ranks divide the heads: then the columns of wo_a, else those of wo_b, are divided
+        self.inside = group.size > 1 and rows_of(tensors["wo_b.weight"]) < config.hidden
+        outs = ("fp32", "bf16") if self.inside else ("bf16", "fp32" if group.size > 1 else "bf16")
+        self.wo_a = GroupedDense(tensors["wo_a.weight"], config.o_groups, precision, out=outs[0], **given)
+        self.wo_b = Dense([tensors["wo_b.weight"]], precision, out=outs[1], **given)
         self.register_buffer("q_norm", tensors["q_norm.weight"].float())
         self.register_buffer("kv_norm", tensors["kv_norm.weight"].float())
         self.register_buffer("sink", tensors["attn_sink"].float())
@@ -239,7 +249,10 @@ class Attention(torch.nn.Module):
             half = rows.shape[1] // 2
             rope = rows[:, :half].contiguous(), rows[:, half:].contiguous()
             heads = Operand(fmha(q, entries, window, rope=rope, **given)[0])
-        return self.wo_b(self.wo_a(heads))[0]
+        u = self.wo_a(heads)
+        if self.inside:
+            return self.group.columns(self.wo_b(self.group.sum(u).bfloat16())[0], self.config.hidden)
+        return self.group.sum(self.wo_b(u)[0]).bfloat16()
 
     def attended(self, x: Tensor | None, index_q: list[Tensor], step: Step, caches: Caches) -> Selected | None:
         """Add the entries that this step closes; return those that its tokens attend to."""

@@ -18,7 +18,7 @@ Source: DSV4's released code; the op is `dsv4lib.ops.linear`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import fp8_block, scale_swizzle, ue8m0
 from dsv4lib.formats.fp8_block import FP8Tensor
+from dsv4lib.layers.communicator import Communicator
 from dsv4lib.ops.common import launching
 from dsv4lib.ops.linear.op import linear
 from dsv4lib.ops.moe_gemm.op import Operand
@@ -124,12 +125,29 @@ class Dense(torch.nn.Module):
         return [part[:, :n] for part, n in zip(columns, self.sizes, strict=True)]
 
 
+class Columns(Dense):
+    """A `Dense` of one weight whose rows are divided between ranks. Each gets all outputs.
+
+    Args:
+        weights: this rank's rows. group: the ranks. total: N of all. options: of `Dense`.
+    """
+
+    def __init__(self, weights: Sequence[Tensor | FP8Tensor], group: Communicator, total: int, **options: Any) -> None:
+        super().__init__(weights, **options)
+        self.group, self.total = group, total
+
+    def forward(self, x: Tensor | Operand) -> list[Tensor]:
+        """Multiply: [T, total]."""
+        return [self.group.columns(super().forward(x)[0], self.total)]
+
+
 class GroupedDense(torch.nn.Module):
     """u = [o_g W_g^T] of G groups of heads: the first half of the output projection.
 
     Args:
         weight: [G * R, width], bf16, fp32 or `FP8Tensor`, rows of a group side by side.
         groups: G. precision, backend, arch: as of `Dense`.
+        out: "bf16"; or "fp32", of one group: an addend, where ranks divide the heads of the group.
 
     Raises:
         ArgumentError: on a Hopper, several groups of R that is no multiple of 128: a scale as it is stored would be of
@@ -143,9 +161,12 @@ class GroupedDense(torch.nn.Module):
         precision: str = "fp8",
         backend: str = "auto",
         arch: str | None = None,
+        out: str = "bf16",
     ) -> None:
         super().__init__()
-        self.groups, self.backend = groups, backend
+        if out != "bf16" and groups != 1:
+            raise ArgumentError("out", out, "bf16 of several groups")
+        self.groups, self.backend, self.out = groups, backend, out
         self.mode, rows = _mode([weight], precision, target(arch, backend)), _codes(weight).shape[0] // groups
         scales = None
         if self.mode == "fp8_block" and groups > 1 and rows % TILE:
@@ -162,8 +183,15 @@ class GroupedDense(torch.nn.Module):
     def forward(self, o: Operand) -> Tensor:
         """Multiply each group of heads by its weight.
 
-        o [T, H, D], bf16 or FP8 codes with scales as `mode` has them -> bf16 [T, G * R].
+        o [T, H, D], bf16 or FP8 codes with scales as `mode` has them -> [T, G * R].
         """
+        if self.out != "bf16":
+            scales = (
+                o.scales if self.mode == "bf16" else o.scales.flatten(1) if self.mode == "fp8_block" else o.scales[0]
+            )
+            w = Operand(self.codes[0], None if self.scales is None else self.scales[0])
+            options = {"mode": self.mode, "out_format": self.out, "backend": self.backend}
+            return linear(Operand(o.codes.flatten(1), scales), w, **options).codes
         return output_proj(o, Operand(self.codes, self.scales), mode=self.mode, backend=self.backend)
 
 
@@ -187,6 +215,11 @@ def activations(x: Tensor | Operand, mode: str, backend: str) -> Operand:
         return Operand(x)
     q = quantize(x, "fp8", swizzled=mode == "mxfp8", backend=backend)
     return Operand(q.codes, q.scales)
+
+
+def rows_of(weight: Tensor | FP8Tensor) -> int:
+    """Return N of a weight [N, K]."""
+    return _codes(weight).shape[0]
 
 
 def values(weight: Tensor | FP8Tensor) -> Tensor:

@@ -147,14 +147,15 @@ class ExpertStack(torch.nn.Module):
         quantised: Operand | None = None,
         k: int = 1,
         limit: float = 10.0,
+        out: str = "bf16",
         backend: str = "auto",
     ) -> Tensor:
-        """Both GEMMs: bf16 [R, d].
+        """Both GEMMs: [R, d].
 
         Args:
             rows: tokens sorted by expert. groups: offsets and counts of them; None: one expert has all.
             routing: weights of the rows. quantised: x in the format of the mode, in the order of ``rows``; None: x is
-            quantised here. k: experts a token. limit, backend: as of `Moe`.
+            quantised here. k: experts a token. out: "bf16" or "fp32". limit, backend: as of `Moe`.
         """
 
         expected = -(-len(x) * k // self.count)
@@ -180,7 +181,7 @@ class ExpertStack(torch.nn.Module):
         )
         ready = {} if groups is None else {"groups_ready": True}  # the launch before, the first GEMM, read them
         w = Operand(self.second_codes, self.second_scales)
-        return product(self.repeated(h), w, alpha=self.alpha_down, **ready).codes
+        return product(self.repeated(h), w, alpha=self.alpha_down, out_format=out, **ready).codes
 
     def activations(self, x: Tensor, rows: Tensor | None, recipe: str, backend: str) -> Operand:
         """Tokens in the order of ``rows``, in a format of `quantize` or bf16."""
@@ -206,6 +207,7 @@ class Fp8Expert(torch.nn.Module):
 
     Args:
         name: of the argument, in errors. experts: a single one. hidden: d. backend: of every op.
+        out: "bf16" or "fp32".
 
     Attributes:
         first, second: the layers. recipe: of the activations, "fp8".
@@ -216,24 +218,32 @@ class Fp8Expert(torch.nn.Module):
 
     precision, product, recipe, count = FP8_BLOCK, FP8_BLOCK, "fp8", 1
 
-    def __init__(self, name: str, experts: Experts, hidden: int, backend: str = "auto") -> None:
+    def __init__(self, name: str, experts: Experts, hidden: int, backend: str = "auto", out: str = "bf16") -> None:
         super().__init__()
         self.width = _check_fp8(name, experts, hidden)
         options = {"backend": backend, "arch": HOPPER}
         first, second = (
             FP8Tensor(codes[0], scales[0], (TILE, TILE)) for ((codes, scales),) in (w.planes for w in experts[:2])
         )
-        self.first, self.second = Dense([first], out="fp32", **options), Dense([second], **options)
+        self.first, self.second = Dense([first], out="fp32", **options), Dense([second], out=out, **options)
 
     def forward(
-        self, x: Tensor, *, quantised: Operand | None = None, limit: float = 10.0, backend: str = "auto"
+        self,
+        x: Tensor,
+        *,
+        quantised: Operand | None = None,
+        limit: float = 10.0,
+        out: str = "bf16",
+        backend: str = "auto",
     ) -> Tensor:
-        """Apply the expert: bf16 [T, d].
+        """Apply the expert: [T, d].
 
         Args:
             x: bf16 [T, d]. quantised: x in FP8, row-major scales; None: x is quantised here.
-            limit: of the clamp. backend: that of the layer.
+            limit: of the clamp. out: the type that it was made with. backend: that of the layer.
         """
+        if out != self.second.out:
+            raise ArgumentError("out", out, self.second.out)
         both = self.first(x if quantised is None else quantised)[0]
         return self.second(swiglu_quant(both, limit=limit, backend=backend))[0]
 

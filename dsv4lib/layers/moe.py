@@ -17,6 +17,10 @@ quantised expert by expert, each with its own scale. The epilogues multiply by j
 On a Hopper routed experts are MXFP4, tiled for its kernel, and the shared one is FP8 as it is stored; its SwiGLU is no
 part of a GEMM there (`experts.Fp8Expert`).
 
+Where ranks divide the routed experts (`layers.exchange`), tokens go to the ranks of their experts and rows come back.
+Ranks that have the same tokens (of `Groups.tensor`) route a part of them each, then put the rows together. They divide
+the width of the shared expert, whose addends are summed; or each has all of it, for its part of the tokens.
+
 Source: DSV4's released code; the modes are those of `layers.experts`. `dsv4lib.loader.moe.moe_layer` makes the layer
 from a checkpoint.
 """
@@ -30,7 +34,9 @@ from torch import Tensor
 
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
+from dsv4lib.layers.communicator import SINGLE, Groups
 from dsv4lib.layers.dense import HOPPER, target
+from dsv4lib.layers.exchange import Routes
 from dsv4lib.layers.experts import FP8_BLOCK, FP8_RECIPES, Experts, ExpertStack, Fp8Expert, check, in_range, keeps_types
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.moe_combine.op import moe_combine
@@ -50,6 +56,7 @@ class Moe(torch.nn.Module):
         table: int64 [V, k], experts of each token id (the first layers); their weights still come from the gate.
         k, factor, limit: experts a token, the sum of their weights, the clamp of the SwiGLU.
         backend: of every op. arch: whose operands they are; None: that of the back end.
+        groups: ranks that divide the layer; ``experts`` are those of this rank. divided: so is ``shared``, by width.
 
     Raises:
         ArgumentError: a mode that the architecture does not have; operands of another type or shape than their mode
@@ -73,6 +80,8 @@ class Moe(torch.nn.Module):
         limit: float = 10.0,
         backend: str = "auto",
         arch: str | None = None,
+        groups: Groups = SINGLE,
+        divided: bool = False,
     ) -> None:
         super().__init__()
         if (bias is None) == (table is None):
@@ -98,17 +107,20 @@ class Moe(torch.nn.Module):
         if table is not None:
             in_range("table", table, (table >= 0) & (table < count), f"0 to {count - 1}")
         self.k, self.factor, self.limit, self.backend = k, factor, limit, backend
+        self.groups, self.shared_out = groups, "fp32" if divided else "bf16"
         self.register_buffer("gate", gate.detach())
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("table", table)
         arch = target(arch, backend)
         self.experts = ExpertStack("experts", experts, precision, hidden, arch)
-        if self.experts.count != count:
-            raise ArgumentError("experts", f"{self.experts.count} experts", f"{count}, the rows of gate")
+        if self.experts.count != len(groups.experts.own(count)):
+            wanted = f"{len(groups.experts.own(count))}, the rows of gate that are this rank's"
+            raise ArgumentError("experts", f"{self.experts.count} experts", wanted)
         self.shared = None
         if shared is not None:
             own = FP8_BLOCK if arch == HOPPER else precision
-            self.shared = _shared(shared, own if shared_precision is None else shared_precision, hidden, backend, arch)
+            mode = own if shared_precision is None else shared_precision
+            self.shared = _shared(shared, mode, hidden, backend, arch, self.shared_out)
             if self.shared.count != 1:
                 raise ArgumentError("shared", f"{self.shared.count} experts", "1")
         elif shared_precision is not None:
@@ -142,24 +154,49 @@ class Moe(torch.nn.Module):
             raise ArgumentError("x", f"{x.dtype}{list(x.shape)}", f"torch.bfloat16[T, {self.gate.shape[1]}]")
         if (tokens is None) != (self.table is None):
             raise ArgumentError("tokens", None if tokens is None else "given", "given where a table selects")
-        hashed = None if tokens is None else Hashed(self.table, tokens)
-        settings = {"k": self.k, "factor": self.factor, "bias": self.bias, "hashed": hashed, "backend": self.backend}
-        experts, weights = router(x, self.gate, **settings)
-        routed = moe_dispatch(experts, weights, count=len(self.gate), align=self.experts.align, backend=self.backend)
-        late = weights if self.experts.recipe == "nvfp4" else None
-        early = routed.row_weight if late is None else None
-        common = {"limit": self.limit, "backend": self.backend}
-        y = self.experts(x, routed.rows, (routed.offsets[:-1], routed.counts), early, k=self.k, **common)
         if fp8 is not None and self.recipe is None:
             raise ArgumentError("fp8", "given", "None: no shared expert reads FP8")
-        shared = None if self.shared is None else self.shared(x, quantised=fp8, **common)
-        return moe_combine(y, routed.row_of, late, shared, backend=self.backend)
+        own, count, tensor = x, len(x), self.groups.tensor
+        if tensor.size > 1:
+            mine = slice(tensor.own(count).start, tensor.own(count).stop)
+            own, tokens = x[mine], None if tokens is None else tokens[mine]
+        hashed = None if tokens is None else Hashed(self.table, tokens)
+        settings = {"k": self.k, "factor": self.factor, "bias": self.bias, "hashed": hashed, "backend": self.backend}
+        experts, weights = router(own, self.gate, **settings)
+        y, row_of = self.routed(own, experts, weights)
+        late = weights if self.experts.recipe == "nvfp4" else None
+        common = {"limit": self.limit, "out": self.shared_out, "backend": self.backend}
+        shared = None
+        if self.shared is not None and (tensor.size == 1 or self.shared_out == "fp32"):
+            shared = tensor.sum(self.shared(x, quantised=fp8, **common)).bfloat16()
+            shared = shared if tensor.size == 1 else shared[mine]
+        elif self.shared is not None:
+            shared = self.shared(own, **common) if len(own) else own
+        return tensor.rows(moe_combine(y, row_of, late, shared, backend=self.backend), count)
+
+    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the routed experts of tokens bf16 [T, d]: (rows bf16 [R, d], row of each route int32 [T, k])."""
+        group, count = self.groups.experts, len(self.gate)
+        routes = Routes(experts, count, group) if group.size > 1 else None
+        if routes is not None:
+            x, experts, weights = routes.send(x, weights)
+        y, row_of = x, experts  # without tokens
+        if len(x):
+            settings = {"count": self.experts.count, "align": self.experts.align, "backend": self.backend}
+            found = moe_dispatch(experts, weights, **settings)
+            early = None if self.experts.recipe == "nvfp4" else found.row_weight
+            common = {"k": self.k, "limit": self.limit, "backend": self.backend}
+            y = self.experts(x, found.rows, (found.offsets[:-1], found.counts), early, **common)
+            row_of = found.row_of
+        return (y, row_of) if routes is None else (routes.back(y, row_of), routes.row_of)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
         return super()._apply(keeps_types(fn), recurse)
 
 
-def _shared(experts: Experts, precision: str, hidden: int, backend: str, arch: str) -> ExpertStack | Fp8Expert:
+def _shared(
+    experts: Experts, precision: str, hidden: int, backend: str, arch: str, out: str
+) -> ExpertStack | Fp8Expert:
     """Make the shared expert.
 
     Raises:
@@ -169,4 +206,4 @@ def _shared(experts: Experts, precision: str, hidden: int, backend: str, arch: s
         return ExpertStack("shared", experts, precision, hidden, arch)
     if precision != FP8_BLOCK:
         raise ArgumentError("shared_precision", precision, f"{FP8_BLOCK} on {arch}")
-    return Fp8Expert("shared", experts, hidden, backend)
+    return Fp8Expert("shared", experts, hidden, backend, out)

@@ -7,6 +7,7 @@
 | `settings`    | config.json <-> ModelConfig, every field checked, all faults at once       |
 | `names`       | every tensor of a checkpoint: name, shape, type, in each released format   |
 | `whole`       | a whole checkpoint: checked, streamed, loaded into a module                |
+| `share`       | what one rank of several reads: which tensors, which part of each           |
 | `writer`      | a checkpoint folder written tensor by tensor, all or nothing               |
 | `convert`     | one released format -> another                                             |
 | `experts`     | routed and shared experts: MXFP4, NVFP4 or FP8, decided module by module     |

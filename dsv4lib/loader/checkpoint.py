@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4lib.loader.safetensors import MAX_HEADER, CheckpointError, Entry, opened, read_header, read_json
+from dsv4lib.loader.safetensors import MAX_HEADER, CheckpointError, Cut, Entry, opened, read_header, read_json
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -63,17 +63,19 @@ class Checkpoint:
             )
         return self._entries[name]
 
-    def get(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def get(
+        self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], cut: Cut | None = None
+    ) -> torch.Tensor:
         """Read a tensor, if it has an expected dtype and shape.
 
-        The dtype is one of ``dtypes``, the shape ``shape``.
+        The dtype is one of ``dtypes``, the shape ``shape``. With ``cut`` only that part of it is read.
         """
         entry = self.entry(name)
         if entry.dtype not in dtypes:
             raise CheckpointError(f"{name}.dtype", entry.dtype, "one of " + ", ".join(map(str, dtypes)))
         if entry.shape != tuple(shape):
             raise CheckpointError(f"{name}.shape", entry.shape, f"{tuple(shape)}")
-        return entry.read()
+        return entry.read() if cut is None else entry.read_cut(cut)
 
     def _json(self, file: str) -> dict[str, Any]:
         with opened(self.folder / file) as stream:

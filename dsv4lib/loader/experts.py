@@ -17,6 +17,7 @@ where there is one, must agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from dsv4lib.formats.fp8_block import FP8Tensor
 from dsv4lib.formats.mxfp4 import MXFP4Tensor
 from dsv4lib.formats.nvfp4 import NVFP4Tensor
 from dsv4lib.loader.checkpoint import Checkpoint
-from dsv4lib.loader.safetensors import CheckpointError
+from dsv4lib.loader.safetensors import CheckpointError, Cut
 
 GATE, UP, DOWN = "w1", "w3", "w2"
 Stored = NVFP4Tensor | MXFP4Tensor | FP8Tensor
@@ -111,19 +112,27 @@ def read_experts(checkpoint: Checkpoint, prefix: str, experts: Iterable[int], hi
     return _read(checkpoint, kind, [f"{prefix}.ffn.experts.{number}" for number in numbers], hidden, width)
 
 
-def read_shared(checkpoint: Checkpoint, prefix: str, hidden: int, width: int) -> Experts:
+def read_shared(checkpoint: Checkpoint, prefix: str, hidden: int, width: int, part: range | None = None) -> Experts:
     """Read the shared expert of a layer, FP8 in every public checkpoint.
 
     Args:
         checkpoint: to read.
         prefix: of the layer: ``layers.N`` or ``mtp.N``.
         hidden: d, a multiple of 32. width: I, a multiple of 32; of several shared experts their sum, as stored.
+        part: of the width that is read; None: all of it.
 
     Raises:
         CheckpointError: see `read_experts`.
     """
     _check_sizes(hidden, width)
-    return _read(checkpoint, "fp8", [f"{prefix}.ffn.shared_experts"], hidden, width)
+    return _read(checkpoint, "fp8", [f"{prefix}.ffn.shared_experts"], hidden, width, part)
+
+
+def largest_input_scale(checkpoint: Checkpoint, prefix: str, count: int) -> torch.Tensor:
+    """Find the largest calibrated scale of what enters a layer's NVFP4 experts: fp32 scalar."""
+    return torch.stack(
+        [_scalar(checkpoint, f"{prefix}.ffn.experts.{e}.{GATE}.input_scale") for e in range(count)]
+    ).amax()
 
 
 def _check_sizes(hidden: int, width: int) -> None:
@@ -132,15 +141,19 @@ def _check_sizes(hidden: int, width: int) -> None:
             raise ArgumentError(name, size, f"a positive multiple of {mxfp4.BLOCK}")
 
 
-def _read(checkpoint: Checkpoint, kind: str, stems: list[str], hidden: int, width: int) -> Experts:
-    """Experts by the beginning of their tensors' names."""
+def _read(
+    checkpoint: Checkpoint, kind: str, stems: list[str], hidden: int, width: int, part: range | None = None
+) -> Experts:
+    """Experts by the beginning of their tensors' names; of the width ``part`` alone."""
     shapes = {GATE: (width, hidden), UP: (width, hidden), DOWN: (hidden, width)}
+    cuts = {} if part is None else {GATE: Cut(part), UP: Cut(part), DOWN: Cut(range(hidden), part)}
     parts: dict[str, list] = {GATE: [], UP: [], DOWN: []}
     inputs = []
     for stem in stems:
         scales = {}
         for projection, shape in shapes.items():
-            tensor, scales[projection] = read_projection(checkpoint, kind, f"{stem}.{projection}", *shape)
+            cut = cuts.get(projection)
+            tensor, scales[projection] = read_projection(checkpoint, kind, f"{stem}.{projection}", *shape, cut)
             parts[projection].append(tensor)
         if kind == "nvfp4":
             if scales[GATE] != scales[UP]:
@@ -153,13 +166,20 @@ def _read(checkpoint: Checkpoint, kind: str, stems: list[str], hidden: int, widt
 
 
 def read_projection(
-    checkpoint: Checkpoint, kind: str, stem: str, rows: int, cols: int
+    checkpoint: Checkpoint, kind: str, stem: str, rows: int, cols: int, cut: Cut | None = None
 ) -> tuple[Stored, torch.Tensor | None]:
     """Read a quantised weight [rows, cols] of format ``kind``. Returns (weight, input scale of NVFP4 or None).
 
+    Args:
+        cut: part of an FP8 weight that is read; None: all of it.
+
     Raises:
-        CheckpointError: see `read_experts`.
+        CheckpointError: see `read_experts`. ArgumentError: a part of a weight of another format.
     """
+    if cut is not None:
+        if kind != "fp8":
+            raise ArgumentError("cut", cut, f"None for {kind}: experts are divided whole")
+        return _read_fp8(checkpoint, stem, rows, cols, cut)
     read = {"nvfp4": _read_nvfp4, "mxfp4": _read_mxfp4, "fp8": _read_fp8}[kind]
     return read(checkpoint, stem, rows, cols)
 
@@ -180,21 +200,42 @@ def _read_nvfp4(checkpoint: Checkpoint, stem: str, rows: int, cols: int) -> tupl
     return NVFP4Tensor(weight, scales, global_scale), input_scale
 
 
-def _read_fp8(checkpoint: Checkpoint, stem: str, rows: int, cols: int) -> tuple[FP8Tensor, None]:
+def _read_fp8(
+    checkpoint: Checkpoint, stem: str, rows: int, cols: int, cut: Cut | None = None
+) -> tuple[FP8Tensor, None]:
     name, tile = f"{stem}.weight", fp8_block.WEIGHT_TILE
-    codes = checkpoint.get(name, (torch.float8_e4m3fn,), (rows, cols)).view(torch.uint8)
+    codes = checkpoint.get(name, (torch.float8_e4m3fn,), (rows, cols), cut).view(torch.uint8)
     refuse(name, codes, codes & e4m3.NAN == e4m3.NAN, e4m3.decode, "no NaN")
     name, shape = f"{stem}.scale", (-(-rows // tile[0]), -(-cols // tile[1]))
+    tiles = None if cut is None else Cut(_tiles(cut.rows, tile[0]), _tiles(cut.columns or range(cols), tile[1]))
     if checkpoint.entry(name).dtype != torch.float32:
-        return FP8Tensor(codes, _e8m0(checkpoint, name, shape, torch.float32), tile), None
-    scales = checkpoint.get(name, (torch.float32,), shape)
-    refuse(name, scales, ~(scales.isfinite() & (scales > 0)), lambda value: value, "positive and finite")
-    return FP8Tensor(codes, scales, tile), None
+        scales = _e8m0(checkpoint, name, shape, torch.float32, cut=tiles)
+    else:
+        scales = checkpoint.get(name, (torch.float32,), shape, tiles)
+        refuse(name, scales, ~(scales.isfinite() & (scales > 0)), lambda value: value, "positive and finite")
+    if cut is None:
+        return FP8Tensor(codes, scales, tile), None
+    rows_each, scales = _aligned(scales, 0, cut.rows, tile[0])
+    cols_each, scales = _aligned(scales, 1, cut.columns or range(cols), tile[1])
+    return FP8Tensor(codes, scales, (rows_each, cols_each)), None
 
 
-def _e8m0(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], *also: torch.dtype) -> torch.Tensor:
+def _tiles(part: range, each: int) -> range:
+    return range(part.start // each, -(-part.stop // each))
+
+
+def _aligned(scales: torch.Tensor, dim: int, part: range, each: int) -> tuple[int, torch.Tensor]:
+    """Make tiles small enough that one begins where a part does: (its size, scales of the part along ``dim``)."""
+    size = math.gcd(part.start, each)
+    scales = scales if size == each else scales.repeat_interleave(each // size, dim)
+    return size, scales.narrow(dim, part.start % each // size, -(-len(part) // size)).contiguous()
+
+
+def _e8m0(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], *also: torch.dtype, cut: Cut | None = None
+) -> torch.Tensor:
     """Bytes of E8M0 scales; ``also``: what else the tensor may be, for the error's text."""
-    scales = checkpoint.get(name, (torch.float8_e8m0fnu, *also), shape).view(torch.uint8)
+    scales = checkpoint.get(name, (torch.float8_e8m0fnu, *also), shape, cut).view(torch.uint8)
     refuse(name, scales, scales == ue8m0.NAN, ue8m0.decode, "no NaN (byte 255)")
     return scales
 

@@ -1,21 +1,26 @@
 """A whole checkpoint as a model on ops, one tensor after the other.
 
 model = transformer(Listed.of(Checkpoint(folder)), places=1, capacity=512, backend="emulator")
+
+A rank of several reads its share alone (`loader.share`); `dsv4lib.parallel` makes shares and groups from a plan.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import rotary, scale_swizzle
 from dsv4lib.layers.attention import Attention
+from dsv4lib.layers.communicator import SINGLE, Groups
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite
 from dsv4lib.layers.dense import BLOCK, HOPPER, TILE, target
 from dsv4lib.layers.step import Layout
 from dsv4lib.loader import names
 from dsv4lib.loader.moe import moe_layer
+from dsv4lib.loader.share import Share
 from dsv4lib.loader.whole import Listed, Progress, Stored
 from dsv4lib.model.mtp import MtpBlock
 from dsv4lib.model.transformer import Transformer
@@ -35,6 +40,8 @@ def transformer(
     arch: str | None = None,
     batch_invariant: bool | None = None,
     progress: Progress | None = None,
+    share: Share | None = None,
+    groups: Groups = SINGLE,
 ) -> Transformer:
     """Read a checkpoint into a model on the CPU; ``.to`` moves it.
 
@@ -49,13 +56,14 @@ def transformer(
             kernel for on it is refused when it runs.
         batch_invariant: the bits of a token do not depend on how many are in its step, see `batch_invariance`; False:
             kernels are the fastest for each step; None: True where the architecture can.
+        share: what this rank reads; None: everything. groups: the ranks that have the rest.
 
     Raises:
         CheckpointError: a tensor that cannot be read. ArgumentError: a size that the kernels do not take, or
             ``batch_invariant`` where the architecture cannot.
     """
-    config, checkpoint, done = listed.config, listed.checkpoint, 0
-    arch = target(arch, backend)
+    config, done = listed.config, 0
+    arch, share = target(arch, backend), Share(listed.config) if share is None else share
     keys, fixed = keys or key_format(arch), batch_invariance(batch_invariant, arch)
     by_prefix: dict[str, list[names.Weight]] = {}
     for weight in names.weights(config):
@@ -64,16 +72,18 @@ def transformer(
     def read(prefix: str) -> dict[str, Stored]:
         skipped = (f"{prefix}.ffn.experts.", f"{prefix}.ffn.shared_experts.", f"{prefix}.ffn.gate.")
         own = [w for w in by_prefix[prefix] if not (prefix and w.name.startswith(skipped))]
-        return {w.name.removeprefix(f"{prefix}." if prefix else ""): listed.stored(w) for w in own}
+        return {w.name.removeprefix(f"{prefix}." if prefix else ""): listed.stored(w, share.cut(w)) for w in own}
 
+    total = sum(share.stored_bytes(w, listed.specs(w)) for w in names.weights(config))
+    build = _Build(listed, precision, experts, keys, backend, arch, share, groups, fixed)
     layers = []
     blocks = [(f"layers.{number}", kind) for number, kind in enumerate(config.layer_kinds)]
     for prefix, kind in [*blocks, *([(names.MTP, config.mtp_kind)] if mtp else [])]:
         tensors = read(prefix)
-        layers.append(_layer(tensors, listed, prefix, kind, precision, experts, keys, backend, arch, fixed))
-        done += sum(checkpoint.entry(n).nbytes for w in by_prefix[prefix] for n in listed.parts(w))
+        layers.append(_layer(tensors, prefix, kind, build))
+        done += sum(share.stored_bytes(w, listed.specs(w)) for w in by_prefix[prefix])
         if progress is not None:
-            progress(done, listed.nbytes, prefix)
+            progress(done, total, prefix)
     block = (
         MtpBlock(layers.pop(), _collapse(tensors, config, backend, fixed), tensors, config, precision, backend, arch)
         if mtp
@@ -82,7 +92,7 @@ def transformer(
     top, layout = read(""), Layout(places, capacity)
     collapse, angles = _collapse(top, config, backend, fixed), rotary.tables(config, capacity)
     given = top["embed.weight"], top["head.weight"], collapse, angles
-    return Transformer(config, layers, *given, layout, keys, block, backend, arch)
+    return Transformer(config, layers, *given, layout, keys, block, backend, arch, groups)
 
 
 def key_format(arch: str) -> str:
@@ -104,25 +114,29 @@ def batch_invariance(wanted: bool | None, arch: str) -> bool:
     return arch != HOPPER if wanted is None else wanted
 
 
-def model_bytes(listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a") -> int:
+def model_bytes(
+    listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a", share: Share | None = None
+) -> int:
     """Count bytes of the model that `transformer` makes for ``arch`` in default modes.
 
     From headers alone.
     """
     tables = 2 * 4 * len(LayerKind) * capacity * (listed.config.rope_dim // 2)
-    return tables + sum(_operand_bytes(w, listed.form, arch) for w in _weights(listed.config, mtp))
+    share = Share(listed.config) if share is None else share
+    held = (share.part(w) for w in _weights(listed.config, mtp) if share.holds(w))
+    return tables + sum(_operand_bytes(w, listed.form, arch) for w in held)
 
 
-def reading_bytes(listed: Listed, mtp: bool = False) -> int:
+def reading_bytes(listed: Listed, mtp: bool = False, share: Share | None = None) -> int:
     """Count the bytes of the largest layer as it is stored.
 
     They are in memory beside the model while it is read.
     """
     layers: dict[str, int] = {}
+    share = Share(listed.config) if share is None else share
     for weight in _weights(listed.config, mtp):
-        stored = sum(listed.checkpoint.entry(name).nbytes for name in listed.parts(weight))
         prefix = _prefix(weight)
-        layers[prefix] = layers.get(prefix, 0) + stored
+        layers[prefix] = layers.get(prefix, 0) + share.stored_bytes(weight, listed.specs(weight))
     return max(layers.values())
 
 
@@ -155,22 +169,27 @@ def _collapse(tensors: dict[str, Stored], config: ModelConfig, backend: str, bat
     return MhcSite(Site(*parts, tensors["norm.weight"]), config, backend, batch_invariant=batch_invariant)
 
 
-def _layer(
-    tensors: dict[str, Stored],
-    listed: Listed,
-    prefix: str,
-    kind: LayerKind,
-    precision: str,
-    experts: str | None,
-    keys: str,
-    backend: str,
-    arch: str,
-    batch_invariant: bool,
-) -> DecoderLayer:
-    config = listed.config
+class _Build(NamedTuple):
+    """What all layers are made with: see `transformer`."""
+
+    listed: Listed
+    precision: str
+    experts: str | None
+    keys: str
+    backend: str
+    arch: str
+    share: Share
+    groups: Groups
+    batch_invariant: bool
+
+
+def _layer(tensors: dict[str, Stored], prefix: str, kind: LayerKind, build: _Build) -> DecoderLayer:
+    config, backend = build.listed.config, build.backend
+    given = {"backend": backend, "arch": build.arch}
     own = {name.removeprefix("attn."): t for name, t in tensors.items() if name.startswith("attn.")}
-    common = {"backend": backend, "arch": arch}
-    attention = Attention(config, kind, own, precision=precision, keys=keys, **common, batch_invariant=batch_invariant)
-    modes = {"precision": experts, "shared_precision": "bf16" if experts == "bf16" else None}
-    moe = moe_layer(listed.checkpoint, prefix, config, **modes, **common)
-    return DecoderLayer(attention, moe, tensors, config, backend, batch_invariant)
+    how = {"precision": build.precision, "keys": build.keys, "batch_invariant": build.batch_invariant}
+    attention = Attention(build.share.local, kind, own, **how, **given, group=build.groups.tensor)
+    modes = {"precision": build.experts, "shared_precision": "bf16" if build.experts == "bf16" else None}
+    parts = {"share": build.share, "groups": build.groups}
+    moe = moe_layer(build.listed.checkpoint, prefix, config, **modes, **given, **parts)
+    return DecoderLayer(attention, moe, tensors, config, backend, build.batch_invariant)

@@ -21,13 +21,15 @@ import torch
 from dsv4lib.config import ModelConfig
 from dsv4lib.errors import ArgumentError
 from dsv4lib.layers import experts as layers
+from dsv4lib.layers.communicator import SINGLE, Groups
 from dsv4lib.layers.dense import HOPPER, target
 from dsv4lib.layers.experts import FP8_BLOCK, HOPPER_FORMS
 from dsv4lib.layers.moe import Moe
 from dsv4lib.loader.checkpoint import Checkpoint
-from dsv4lib.loader.experts import Experts, expert_format, read_experts, read_shared, refuse
+from dsv4lib.loader.experts import Experts, expert_format, largest_input_scale, read_experts, read_shared, refuse
 from dsv4lib.loader.operands import gemm_weights, stored_weights, tiled_weights
 from dsv4lib.loader.safetensors import CheckpointError
+from dsv4lib.loader.share import Share
 
 PRECISION = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "fp8": "e4m3_expand"}  # of a format: all are exact
 HOPPER_PRECISION = {"mxfp4": "mxfp4"}  # of a format of routed experts that a Hopper has a kernel for
@@ -42,6 +44,8 @@ def moe_layer(
     shared_precision: str | None = None,
     backend: str = "auto",
     arch: str | None = None,
+    share: Share | None = None,
+    groups: Groups = SINGLE,
 ) -> Moe:
     """Read the MoE layer ``prefix`` into a module on the CPU; ``.to`` moves it.
 
@@ -54,6 +58,7 @@ def moe_layer(
         shared_precision: of the shared expert, likewise; on a Hopper "fp8_block".
         backend: of every op.
         arch: whose operands to make, "sm_100a", "sm_103a" or "sm_90a"; None: that of the back end.
+        share: what this rank reads; None: all of it. groups: the ranks that have the rest.
 
     Raises:
         CheckpointError: a tensor that is missing, or of another type or shape, or holds what it must not.
@@ -63,8 +68,11 @@ def moe_layer(
     gate, bias, table = _gate(checkpoint, prefix, config)
     hidden, width = config.hidden, config.expert_width
     precision = _precision(expert_format(checkpoint, prefix), precision, arch)
-    routed = read_experts(checkpoint, prefix, range(config.n_experts), hidden, width)
-    shared = read_shared(checkpoint, prefix, hidden, width * config.n_shared_experts)
+    share = Share(config) if share is None else share
+    routed = read_experts(checkpoint, prefix, share.experts.of(config.n_experts), hidden, width)
+    if share.experts.count > 1 and routed.input_scales is not None:  # x is quantised for all experts alike
+        routed.input_scales[:, 0] = largest_input_scale(checkpoint, prefix, config.n_experts)
+    shared = read_shared(checkpoint, prefix, hidden, share.shared_width, share.shared_part)
     if shared_precision is None:
         shared_precision = FP8_BLOCK if arch == HOPPER else PRECISION[shared.format]
     elif arch == HOPPER and shared_precision != FP8_BLOCK:
@@ -84,6 +92,8 @@ def moe_layer(
         limit=config.swiglu_limit,
         backend=backend,
         arch=arch,
+        groups=groups,
+        divided=share.divides_shared,
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -62,6 +62,13 @@ class CheckpointError(DSV4Error, ValueError):
         super().__init__(f"{where}: {shown[:200]} is not allowed: {allowed}")
 
 
+class Cut(NamedTuple):
+    """A rectangle of a tensor: rows, and columns of a matrix (None: all)."""
+
+    rows: range
+    columns: range | None = None
+
+
 @dataclass(frozen=True)
 class Entry:
     """Where one tensor lies.
@@ -88,20 +95,41 @@ class Entry:
         with opened(self.file) as stream:
             count = min(self.nbytes, max(0, os.fstat(stream.fileno()).st_size - self.offset))
             if count == self.nbytes:
-                raw = self._memory()
+                raw = self._memory(self.nbytes)
                 stream.seek(self.offset)
                 count = stream.readinto(raw.numpy()) if self.nbytes else 0
         if count != self.nbytes:
             raise CheckpointError(self.file.name, f"{count} bytes of a tensor", f"{self.nbytes}, as the header says")
         return raw.view(self.dtype).reshape(self.shape)
 
-    def _memory(self) -> torch.Tensor:
+    def read_cut(self, cut: Cut) -> torch.Tensor:
+        """Read a rectangle of a vector or matrix into memory of its own. No other byte is read.
+
+        Raises:
+            CheckpointError: as of `read`.
+        """
+        row = self.dtype.itemsize * (self.shape[1] if len(self.shape) > 1 else 1)
+        columns = range(self.shape[1]) if cut.columns is None and len(self.shape) > 1 else cut.columns
+        size = (len(cut.rows),) if columns is None else (len(cut.rows), len(columns))
+        each = row if columns is None else len(columns) * self.dtype.itemsize
+        first = self.offset + cut.rows.start * row + (columns.start * self.dtype.itemsize if columns is not None else 0)
+        raw = self._memory(each * len(cut.rows))
+        with opened(self.file) as stream:
+            if each == row:
+                stream.seek(first)
+                count = stream.readinto(raw.numpy()) if raw.numel() else 0
+            else:
+                lines = raw.view(len(cut.rows), each).numpy()
+                count = sum(os.preadv(stream.fileno(), [line], first + n * row) for n, line in enumerate(lines))
+        if count != raw.numel():
+            raise CheckpointError(self.file.name, f"{count} bytes of a tensor", f"{raw.numel()}, as the header says")
+        return raw.view(self.dtype).reshape(size)
+
+    def _memory(self, size: int) -> torch.Tensor:
         try:
-            return torch.empty(self.nbytes, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8)
         except (MemoryError, RuntimeError) as error:
-            raise CheckpointError(
-                self.file.name, f"{self.nbytes} bytes of a tensor", "what fits into memory"
-            ) from error
+            raise CheckpointError(self.file.name, f"{size} bytes of a tensor", "what fits into memory") from error
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from dsv4lib.formats.mxfp4 import MXFP4Tensor
 from dsv4lib.formats.nvfp4 import NVFP4Tensor
 from dsv4lib.loader import experts, names
 from dsv4lib.loader.checkpoint import Checkpoint
-from dsv4lib.loader.safetensors import CheckpointError
+from dsv4lib.loader.safetensors import CheckpointError, Cut
 from dsv4lib.loader.settings import declared_format, read_config
 
 SHOWN = 20  # faults of a kind that a message lists
@@ -108,17 +108,18 @@ class Listed:
             raise TensorFaults(missing, extra, wrong)
         return cls(checkpoint, config, form)
 
-    def stored(self, weight: names.Weight) -> Stored:
-        """Read one weight as it is stored.
+    def stored(self, weight: names.Weight, cut: Cut | None = None) -> Stored:
+        """Read one weight as it is stored; with ``cut`` no other part of it.
 
         Raises:
             CheckpointError: values that cannot be: a NaN, a scale of 0, an expert past the end.
         """
         kind = names.stored_as(weight, self.form)
         if kind in ("mxfp4", "nvfp4", "fp8"):
-            return experts.read_projection(self.checkpoint, kind, weight.name.removesuffix(".weight"), *weight.shape)[0]
+            stem = weight.name.removesuffix(".weight")
+            return experts.read_projection(self.checkpoint, kind, stem, *weight.shape, cut)[0]
         entry = self.checkpoint.entry(weight.name)
-        tensor = self.checkpoint.get(weight.name, (entry.dtype,), weight.shape)
+        tensor = self.checkpoint.get(weight.name, (entry.dtype,), weight.shape, cut)
         if kind == "int64":
             last = self.config.n_experts - 1
             wrong = (tensor < 0) | (tensor > last)
@@ -142,6 +143,11 @@ class Listed:
     def parts(self, weight: names.Weight) -> list[str]:
         """Return the names of the tensors that store one weight."""
         return list(names.specs(weight, names.stored_as(weight, self.form)))
+
+    def specs(self, weight: names.Weight) -> dict[str, names.Spec]:
+        """Return types and shapes of the tensors that store one weight, as they are in the files."""
+        entries = {name: self.checkpoint.entry(name) for name in self.parts(weight)}
+        return {name: names.Spec((entry.dtype,), entry.shape) for name, entry in entries.items()}
 
     @property
     def nbytes(self) -> int:

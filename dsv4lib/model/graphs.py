@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4lib.cache.request import Step as Batch
 from dsv4lib.errors import BackendUnavailable
+from dsv4lib.layers.communicator import SINGLE
 from dsv4lib.model.paged import PagedCaches
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.ops.common.graph_capture import capture
@@ -32,13 +33,17 @@ class DecodeGraph:
         model: runs it. caches: of it, without a step under way. size: requests that it is padded to.
 
     Raises:
-        BackendUnavailable: the model is on no CUDA device.
+        BackendUnavailable: the model is on no CUDA device, or divided between ranks.
     """
 
     @torch.no_grad()
     def __init__(self, model: Transformer, caches: PagedCaches, size: int) -> None:
         if not on_cuda(model):
             raise BackendUnavailable(f"CUDA graphs need a model on a CUDA device; this one is on {model.device}")
+        if model.groups != SINGLE:
+            raise BackendUnavailable(
+                "CUDA graphs need a model of one rank: counts of tokens for experts go over the host"
+            )
         self.caches = caches
         caches.fill(Batch([]))
         self.captured = capture(lambda: model.hidden(caches.decode_arrays(size))[0])

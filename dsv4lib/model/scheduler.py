@@ -142,8 +142,12 @@ class Scheduler:
 
     def run(self) -> Iterator[Token]:
         """Yield tokens as they are drawn until no request is left."""
-        while self.known:
+        while self.going():
             yield from self.step()
+
+    def going(self) -> bool:
+        """Tell whether there is a step to run."""
+        return bool(self.known)
 
     @torch.no_grad()
     def step(self) -> list[Token]:

@@ -22,8 +22,9 @@ from torch import Tensor
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
 from dsv4lib.layers.attention import Caches, new_caches
+from dsv4lib.layers.communicator import SINGLE, Groups
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite, Pending
-from dsv4lib.layers.dense import Dense
+from dsv4lib.layers.dense import Columns
 from dsv4lib.layers.step import Layout, Step, make_step
 from dsv4lib.model.mtp import MtpBlock
 from dsv4lib.ops.embedding.op import embedding
@@ -39,6 +40,7 @@ class Transformer(torch.nn.Module):
         layout: of the caches: requests at a time, tokens of each. keys: format of indexer keys.
         mtp: block that drafts; None: `draft` is refused.
         backend: of every op. arch: whose operands the head has; None: that of the back end.
+        groups: ranks that divide the model; ``embed`` and ``head`` have this rank's part of the vocabulary.
     """
 
     def __init__(
@@ -54,14 +56,15 @@ class Transformer(torch.nn.Module):
         mtp: MtpBlock | None = None,
         backend: str = "auto",
         arch: str | None = None,
+        groups: Groups = SINGLE,
     ) -> None:
         super().__init__()
         if layout.capacity > config.max_positions:
             raise ArgumentError("capacity", layout.capacity, f"at most the model's {config.max_positions} positions")
-        self.config, self.layout, self.keys, self.backend = config, layout, keys, backend
+        self.config, self.layout, self.keys, self.backend, self.groups = config, layout, keys, backend, groups
         self.layers = torch.nn.ModuleList(layers)
         self.register_buffer("embed", embed.bfloat16())
-        self.head = Dense([head], out="fp32", backend=backend, arch=arch)
+        self.head = Columns([head], groups.tensor, config.vocab, out="fp32", backend=backend, arch=arch)
         self.collapse, self.mtp = collapse, mtp
         for kind, (cos, sin) in angles.items():
             self.register_buffer(f"cos_{kind}", cos.contiguous())
@@ -143,7 +146,7 @@ class Transformer(torch.nn.Module):
         if not self.caches:
             self.allocate()
         copies = self.config.hc_mult
-        pending = Pending(embedding(step.tokens, self.embed, copies=copies, backend=self.backend).streams)
+        pending = Pending(self.embedded(step.tokens, copies))
         for layer, caches in zip(self.layers, self.caches, strict=False):
             pending = layer(pending, step, caches)
         streams = torch.empty_like(pending.streams) if keep_streams else None
@@ -164,5 +167,15 @@ class Transformer(torch.nn.Module):
         """
         if self.mtp is None:
             raise ArgumentError("mtp", None, "a model that was loaded with its draft block")
-        rows = embedding(step.tokens, self.embed, copies=0, keep=True, backend=self.backend).rows
-        return self.mtp(streams, rows, step, self.caches[-1])
+        return self.mtp(streams, self.embedded(step.tokens, 0), step, self.caches[-1])
+
+    def embedded(self, tokens: Tensor, copies: int) -> Tensor:
+        """Look up tokens: streams bf16 [T, copies, d]; without copies rows bf16 [T, d]."""
+        group, options = self.groups.tensor, {"backend": self.backend}
+        if group.size == 1:
+            found = embedding(tokens, self.embed, copies=copies, keep=not copies, **options)
+            return found.streams if copies else found.rows
+        owner = group.owner(tokens, self.config.vocab)
+        local = torch.where(owner == group.rank, tokens - group.own(self.config.vocab).start, -1)
+        rows = group.pick(embedding(local, self.embed, copies=0, keep=True, **options).rows, owner)
+        return rows[:, None].expand(-1, copies, -1).contiguous() if copies else rows

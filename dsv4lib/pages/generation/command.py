@@ -9,10 +9,10 @@ from rich.console import Console
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.loader.whole import Listed
-from dsv4lib.model.scheduler import Served
+from dsv4lib.model.scheduler import Scheduler, Served
 from dsv4lib.model.tokenizer import StreamDecoder, Tokenizer
 from dsv4lib.ops.common import compile_cache
-from dsv4lib.pages.generation import serving
+from dsv4lib.pages.generation import ranks, serving
 from dsv4lib.pages.generation.serving import Options, shown
 
 TIMED = {False: 2, True: 4}  # decode steps that give a rate, without and with drafts: the first one is not warm
@@ -33,25 +33,35 @@ def command(text: str, options: Options, console: Console) -> None:
         ArgumentError: a number out of range, or a text that is empty or too long.
         BackendUnavailable: the back end cannot run here. NotEnoughMemory: weights and caches do not fit.
         NoDistribution: the model's logits are no numbers.
+        PlanError: sizes of groups of ranks that the model does not allow.
     """
-    with serving.interruptible():
-        _continue(text, options, console)
+    with ranks.speaking(console) as console, serving.interruptible():
+        params = options.checked()
+        if not text:
+            raise ArgumentError("text", text, "at least one character")
+        backend = serving.chosen(options.backend)
+        listed, tokenizer = serving.opened(options.model)
+        prompt = _prompt(text, options.tokens, listed, tokenizer)
+        with ranks.of(listed, options, backend, ["generate"], text) as here:
+            positions = serving.capacity(listed, len(prompt) + options.tokens)
+            scheduler = serving.scheduler(listed, positions, options, backend, console, here)
+            if here is not None:
+                console.print(ranks.memory(here, scheduler), soft_wrap=True)
+            if here is None or here.plan.data_index(here.rank) == 0:
+                scheduler.add("text", prompt, params, options.tokens, stop=[tokenizer.eos])
+            if here is not None and here.rank > 0:
+                list(scheduler.run())
+                return
+            console.print(f"{len(prompt)} tokens of prompt, {options.tokens} to come, back end {backend}")
+            _write(text, options, backend, scheduler, StreamDecoder(tokenizer), console)
 
 
-def _continue(text: str, options: Options, console: Console) -> None:
-    params = options.checked()
-    if not text:
-        raise ArgumentError("text", text, "at least one character")
-    backend = serving.chosen(options.backend)
-    listed, tokenizer = serving.opened(options.model)
-    prompt = _prompt(text, options.tokens, listed, tokenizer)
-    positions = serving.capacity(listed, len(prompt) + options.tokens)
-    scheduler = serving.scheduler(listed, positions, options, backend, console)
-    scheduler.add("text", prompt, params, options.tokens, stop=[tokenizer.eos])
-    one = scheduler.known["text"]
-    console.print(f"{len(prompt)} tokens of prompt, {options.tokens} to come, back end {backend}")
-    steps, decoder, held = [Drawn(0, time.perf_counter())], StreamDecoder(tokenizer), text
-    while scheduler.known:
+def _write(
+    text: str, options: Options, backend: str, scheduler: Scheduler, decoder: StreamDecoder, console: Console
+) -> None:
+    """Write the text and the tokens of the request "text" as they are drawn."""
+    one, steps, held = scheduler.known["text"], [Drawn(0, time.perf_counter())], text
+    while scheduler.going():
         tokens = scheduler.step()
         if not tokens:  # a chunk of the prompt
             continue

@@ -23,10 +23,21 @@ from dsv4lib.model.paged import PagedCaches, pool_bytes
 from dsv4lib.model.sampler import SamplingParams
 from dsv4lib.model.scheduler import Scheduler
 from dsv4lib.model.tokenizer import Tokenizer, tokenizer_of
+from dsv4lib.parallel import serving as parallel
+from dsv4lib.parallel.group import Ranks
 
 CHUNK = 256  # tokens of a prefill step
 UNIT = 256  # positions are rounded up to a multiple: fewer shapes to compile for
 INTERRUPTED = 130  # exit code after ctrl-C: 128 and the signal's number
+
+
+class Sizes(NamedTuple):
+    """Ranks: see `parallel.plan.Plan`. expert 0: all. wait: seconds that a rank waits for another in a call."""
+
+    tensor: int = 1
+    expert: int = 0
+    data: int = 1
+    wait: float = 600.0
 
 
 class Options(NamedTuple):
@@ -39,6 +50,7 @@ class Options(NamedTuple):
     seed: int = 0
     backend: str = "auto"
     speculate: int = 0
+    sizes: Sizes = Sizes()
 
     def checked(self) -> SamplingParams:
         """Check the numbers; return those of the sampler.
@@ -92,19 +104,23 @@ def capacity(listed: Listed, positions: int) -> int:
     return min(listed.config.max_positions, -(-positions // UNIT) * UNIT)
 
 
-def require_memory(listed: Listed, positions: int, options: Options, backend: str) -> None:
+def require_memory(listed: Listed, positions: int, options: Options, backend: str, ranks: Ranks | None = None) -> None:
     """Compare what weights and caches take with what is free. That is before either is allocated.
+
+    Of several ranks on this machine each has its part of the free memory.
 
     Raises:
         NotEnoughMemory: with the bytes of both.
     """
     drafts, arch = options.speculate, target(None, backend)
-    weights = model_bytes(listed, positions, drafts > 0, arch)
+    share = None if ranks is None else ranks.plan.share(ranks.rank, arch)
+    weights = model_bytes(listed, positions, drafts > 0, arch, share)
     sizes = {"requests": 1, "tokens": CHUNK, "positions": positions, "drafts": drafts}
     pool = pool_bytes(listed.config, **sizes, keys=key_format(arch))
-    reading = {"weights": weights, "a layer as it is read": reading_bytes(listed, drafts > 0)}
+    reading = {"weights": weights, "a layer as it is read": reading_bytes(listed, drafts > 0, share)}
     caches = {"caches": pool}
-    rooms = [("this machine", env.free_memory(), reading if backend == "native" else reading | caches)]
+    free_here = env.free_memory() // (1 if ranks is None else ranks.beside)
+    rooms = [("this machine", free_here, reading if backend == "native" else reading | caches)]
     if backend == "native":
         rooms.append(("the GPU", torch.cuda.mem_get_info()[0], {"weights": weights} | caches))
     for where, free, parts in rooms:
@@ -112,19 +128,28 @@ def require_memory(listed: Listed, positions: int, options: Options, backend: st
             raise NotEnoughMemory(parts, free, where)
 
 
-def scheduler(listed: Listed, positions: int, options: Options, backend: str, console: Console) -> Scheduler:
+def scheduler(
+    listed: Listed, positions: int, options: Options, backend: str, console: Console, ranks: Ranks | None = None
+) -> Scheduler:
     """Read a checkpoint and serve it on a pool for one request. A terminal gets a line of progress.
+
+    Args:
+        ranks: this rank and its groups, which reads its share; None: one rank.
 
     Raises:
         NotEnoughMemory: weights and caches do not fit. CheckpointError: values that cannot be.
     """
-    require_memory(listed, positions, options, backend)
+    require_memory(listed, positions, options, backend, ranks)
     drafts = options.speculate
+    sizes = {"requests": 1, "tokens": CHUNK, "positions": positions, "drafts": drafts}
+    if ranks is not None:
+        parallel.require_drafts(ranks.plan, drafts)
+        model = parallel.divided(listed, ranks, capacity=positions, mtp=drafts > 0, backend=backend)
+        return parallel.RankScheduler(model, PagedCaches(model, **sizes), ranks, drafts=drafts)
     with console.status(f"reading {listed.nbytes / 1e6:,.0f} MB"):
         model = transformer(listed, capacity=positions, mtp=drafts > 0, backend=backend)
     model = model.to(backends.device(backend))
-    caches = PagedCaches(model, requests=1, tokens=CHUNK, positions=positions, drafts=drafts)
-    return Scheduler(model, caches, drafts=drafts)
+    return Scheduler(model, PagedCaches(model, **sizes), drafts=drafts)
 
 
 @contextmanager
