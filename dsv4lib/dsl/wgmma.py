@@ -95,25 +95,6 @@ def accumulate(sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bo
     return asm("\n".join([*lines, "}"]), [Float32] * n, [*a, b], early=True, kept=sums)
 
 
-def accumulate_shared(sums: list, a: Int64, b: Int64, offsets: list[tuple[int, int]]) -> list:
-    """Issue MMAs of bf16 with A in shared memory too that add to their sums; rows of B are K.
-
-    Args:
-        sums: N / 2 in fp32. a: from `operand`. b: from `rows_of_k`. offsets: bytes from there to each MMA's operands.
-
-    Returns:
-        the sums, to be read after `wait_for`.
-    """
-    n = len(sums)
-    d = ", ".join(f"${c}" for c in range(n))
-    lines = ["{ .reg .pred more; .reg .b64 da, db;", "setp.eq.b32 more, 0, 0;"]
-    for of_a, of_b in offsets:
-        lines.append(f"add.s64 da, ${2 * n}, {of_a // 16}; add.s64 db, ${2 * n + 1}, {of_b // 16};")
-        shape = f"m64n{2 * n}{SHAPES['bf16'][0]}"
-        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, da, db, more, 1, 1, 0, 1;")
-    return asm("\n".join([*lines, "}"]), [Float32] * n, [a, b], early=True, kept=sums)
-
-
 def multiply(a: list, b: Int64, offsets: list[int], columns: int, kind: str, apart: bool) -> list:
     """Issue MMAs that overwrite their sums.
 

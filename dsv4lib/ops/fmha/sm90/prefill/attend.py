@@ -160,7 +160,7 @@ class PrefillAttend(PrefillKeys, Attend):
         wgmma.fence()
         sums = [rO[c] for c in range(DIMS // 2)]
         values = wgmma.rows_of_k(ring.keys + HALF, CHUNK_BYTES)
-        sums = wgmma.accumulate_shared(sums, wgmma.operand(exchange.p), values, SHARED_STEPS)
+        sums = wgmma.accumulate_shared(sums, wgmma.operand(exchange.p), values, SHARED_STEPS, "bf16", rows_are_k=True)
         wgmma.commit()
         self.mask(ring.valid, 1, rS)
         moved, acc_scale = self.follow_max(scale_log2, rS, softmax)
@@ -200,7 +200,9 @@ class PrefillAttend(PrefillKeys, Attend):
         """O += P V with P of the other warpgroup, dimensions of warpgroup 0."""
         wgmma.fence()
         sums, p = [rO[c] for c in range(DIMS // 2)], wgmma.operand(exchange.p + tile * P_BYTES)
-        sums = wgmma.accumulate_shared(sums, p, wgmma.rows_of_k(values, CHUNK_BYTES), SHARED_STEPS)
+        sums = wgmma.accumulate_shared(
+            sums, p, wgmma.rows_of_k(values, CHUNK_BYTES), SHARED_STEPS, "bf16", rows_are_k=True
+        )
         wgmma.commit()
         self.keep(wgmma.wait_for(sums), rO)
 
