@@ -35,6 +35,7 @@ _KINDS = "checks/test_kinds.py::PAIRS[{}]"
 _RACES = "checks/test_race.py::TWINS[{}]"
 _GLOBAL = "checks/test_global.py::TWINS[{}]"
 _PHASES = "checks/test_phases.py::TWINS[{}]"
+_BETWEEN = "checks/test_between_devices.py::TWINS[{}]"
 _PEDANTIC = "checks/test_pedantic.py::TWINS[{}]"
 _DEPENDENT = "checks/test_dependent.py::TWINS[{}]"
 _TRAPS = "checks/test_gemm_traps.py::REPORTED[{}]"
@@ -149,6 +150,25 @@ CLAUSES = (
             _GLOBAL.format("one thread looks at the flag"),
             _GLOBAL.format("a store and an atomic"),
             _GLOBAL.format("two writers"),
+        ),
+    ),
+    Clause(
+        "a flag between devices whose scope ends at the device",
+        ("scope_between_devices",),
+        (
+            _BETWEEN.format("an atomic without scope counts arrivals of two devices"),
+            _BETWEEN.format("both devices add to one counter"),
+            "checks/test_between_devices.py::test_a_multicast_flag_has_a_scope",
+        ),
+    ),
+    Clause(
+        "data race between device and device",
+        ("race_between_devices",),
+        (
+            _BETWEEN.format("a bulk copy pulls what a peer has written"),
+            _BETWEEN.format("a bulk store pushes, and only its reading is complete"),
+            _BETWEEN.format("the flag before the data"),
+            "checks/test_between_devices.py::test_message_passing",
         ),
     ),
     Clause(

@@ -29,6 +29,7 @@ from dsv4lib.emulator.checks import Hazard
 from dsv4lib.emulator.driver import arguments, device
 from dsv4lib.emulator.driver.device import Device
 from dsv4lib.emulator.driver.multi_device import LaunchQueues
+from dsv4lib.emulator.driver.rank_faults import DROPPED, KINDS, RankFault
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.machine.cta import aligned_zeros
 from dsv4lib.emulator.memory.gmem import Multicast
@@ -56,7 +57,7 @@ class Symmetric:
         targets = tuple(part.ctypes.data for part in self._parts)
         for gpu in group:
             for i, part in enumerate(self._parts):
-                gpu.gmem.register_array(part, f"{label} of device {i}")
+                gpu.gmem.register(part.ctypes.data, part.nbytes, f"{label} of device {i}", owner=part, shared=True)
             gpu.gmem.add_multicast(Multicast(self._window.ctypes.data, self._nbytes, label, targets))
 
     def __len__(self) -> int:
@@ -170,6 +171,26 @@ class Devices:
             EmulatorError: what stopped a launch; its place names the device. Everything queued is dropped then.
         """
         self.queues.run()
+
+    def inject(self, index: int, kind: str, after: int | None = None) -> None:
+        """Inject a fault of a device into the launches from here on (rank_faults.py).
+
+        Args:
+            index: of the device.
+            kind: ``late``, ``empty`` or ``dropped``; ``none`` takes the device's fault back.
+            after: warp-instructions; see `rank_faults.RankFault`. ``dropped`` needs it.
+
+        Raises:
+            ArgumentError: a bad argument.
+        """
+        index = self.number(index)
+        arguments.one_of("kind", kind, ("none", *KINDS))
+        if after is not None or kind == DROPPED:
+            arguments.whole("after", after, 0)
+        if kind == "none":
+            self.queues.faults.pop(index, None)
+        else:
+            self.queues.faults[index] = RankFault(kind, after)
 
     def hold(self) -> list[Any]:
         """Hold references to the memory that a queued launch may use."""

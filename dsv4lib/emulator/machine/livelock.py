@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dsv4lib.emulator.errors import Deadlock, MemoryFault
+from dsv4lib.emulator.machine.awaited import awaited
 from dsv4lib.emulator.machine.interfaces import MachineView
 from dsv4lib.emulator.machine.warp import GROUP, GROUP_MASK, GROUP_PC, GROUPS, MASK, PC, Warp
 from dsv4lib.emulator.memory.addressing import is_local, is_shared
@@ -217,7 +218,7 @@ def polled(loop: Sequence[Instr]) -> Instr:
 
 
 def values(warp: Warp, loop: Sequence[Instr]) -> list[str]:
-    """List what the loads of a loop read: address, value, allocation; one line each."""
+    """List what the loads of a loop read: address, value, allocation, the value that ends it; one line each."""
     out: list[str] = []
     words = warp.words
     mask, words[MASK] = words[MASK], words[GROUP]
@@ -228,7 +229,9 @@ def values(warp: Warp, loop: Sequence[Instr]) -> list[str]:
         addresses = warp.address(memory)[warp.lanes()]
         if not len(addresses) or is_shared(addresses).any() or is_local(addresses).any():
             continue
+        until = awaited(warp, loop, instr)
         text = _value(warp.cta.machine, int(addresses[0]), 8 if instr.opcode.endswith("64") else 4)
+        text += f"; waits {until}" if until else ""
         if text not in out:
             out.append(text)
     words[MASK] = mask

@@ -28,7 +28,7 @@ class Allocation:
     """One registered range [start, start + nbytes).
 
     ``owner`` is kept alive as long as the range is registered; ``writable`` False makes stores fault; ``padded``: a
-    CUDA allocator would have rounded the range up (`Settings.padding`).
+    CUDA allocator would have rounded the range up (`Settings.padding`); ``shared``: other devices see it too.
     """
 
     start: int
@@ -37,6 +37,7 @@ class Allocation:
     writable: bool = True
     owner: Any = None
     padded: bool = False
+    shared: bool = False
 
     @property
     def end(self) -> int:
@@ -93,6 +94,7 @@ class GlobalMemory:
         writable: bool = True,
         owner: Any = None,
         padded: bool = False,
+        shared: bool = False,
     ) -> Allocation:
         """Add the range [start, start + nbytes).
 
@@ -102,7 +104,7 @@ class GlobalMemory:
         if nbytes <= 0:
             raise ArgumentError("nbytes", nbytes, "a positive number of bytes")
         i = bisect.bisect_right(self._starts, start)
-        new = Allocation(start, nbytes, label, writable, owner, padded)
+        new = Allocation(start, nbytes, label, writable, owner, padded, shared)
         for other in self._allocations[max(i - 1, 0) : i + 1]:
             if start < other.end and other.start < new.end:
                 raise LaunchError(f"{new} overlaps {other}")
