@@ -116,7 +116,7 @@ class Machine:
         self.progress += 1
 
     def device_order(self, count: int) -> Sequence[int]:
-        """Choose in which order a sum over ``count`` devices is formed: the policy's choice, ascending before `begin`."""
+        """Choose in which order a sum over ``count`` devices is formed; ascending before `begin`."""
         return range(count) if self.scheduler is None else self.scheduler.policy.device_order(count)
 
     def variable_address(self, name: str) -> int:
