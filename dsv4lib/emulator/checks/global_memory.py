@@ -235,7 +235,8 @@ class GlobalRaces:
             region = self.regions[allocation.start] = Region(allocation)
         if region not in self.known:
             self.known.append(region)
-            self.listed = np.array([r.block.address for r in self.known if not r.allocation.shared], np.int64)
+            if not allocation.shared:
+                self.listed = np.append(self.listed, region.block.address)
         return region
 
     def current(self) -> bool:
