@@ -74,13 +74,13 @@ def source_fingerprint(*folders: str) -> str:
 
 
 def is_kernel_source(path: Path) -> bool:
-    """Tell whether a compiled kernel may depend on this file. One of `dsl`, or of an op and not of its host side."""
+    """Tell whether a compiled kernel may depend on this file. It is in `dsl`, `formats` or an op, not its host side."""
     if not path.is_relative_to(root() / "dsv4lib"):
         return False
     room, *rest = path.relative_to(root() / "dsv4lib").parts
     if room != "ops":
-        return room == "dsl"
-    return len(rest) == 2 and rest[0] != "common" and not rest[1].startswith(HOST_SIDE)
+        return room in ("dsl", "formats")
+    return len(rest) > 1 and rest[0] != "common" and not any(part.startswith(HOST_SIDE) for part in rest[1:])
 
 
 def kernel_fingerprint() -> str:

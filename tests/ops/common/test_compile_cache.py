@@ -116,6 +116,30 @@ def test_threads_compile_once(tmp_path, compiles):
     assert len(compiles) == 1 and cache.counts == Counts(compiled=1, from_memory=7)
 
 
+@pytest.mark.parametrize(
+    ("file", "is_source"),
+    [
+        ("dsl/exchange.py", True),
+        ("formats/turbo4.py", True),
+        ("ops/fmha/softmax.py", True),
+        ("ops/fmha/sm90/attend.py", True),
+        ("ops/moe_gemm/sm90/wide/load.py", True),
+        ("ops/fmha/op.py", False),
+        ("ops/linear/sm90/op.py", False),
+        ("ops/mhc/bench_mhc_fp8.py", False),
+        ("ops/common/splits.py", False),
+        ("layers/moe.py", False),
+    ],
+)
+def test_sources_of_kernels_are_in_the_key(monkeypatch, file, is_source):
+    """Also those of rooms in an op's room: a stale kernel would otherwise come from the disk after an edit there."""
+    path, read = env.root() / "dsv4lib" / file, Path.read_bytes
+    assert path.is_file() and env.is_kernel_source(path) is is_source
+    before = env.kernel_fingerprint()
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + (b"#" if self == path else b""))
+    assert (env.kernel_fingerprint() != before) is is_source
+
+
 CHANGES = {
     "a setting": lambda m: {"inverse_rope": True},
     "the architecture": lambda m: {"arch": "sm_103a"},
