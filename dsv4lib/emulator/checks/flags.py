@@ -20,7 +20,7 @@ import numpy as np
 from dsv4lib.emulator.checks.clocks import CARRIED, Clocks
 from dsv4lib.emulator.checks.launches import reaches_devices
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.native.access_log import GENERIC, GLOBAL
+from dsv4lib.emulator.native.access_log import BYTES, GENERIC, GLOBAL, READ, WRITE
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.checks.global_memory import GlobalRaces
@@ -101,6 +101,18 @@ def segments(strong: np.ndarray) -> list[slice]:
     """Cut a log where accesses that may synchronise follow others, or the other way round: each part has one kind."""
     cuts = [0, *(np.flatnonzero(strong[1:] != strong[:-1]) + 1).tolist(), len(strong)]
     return [slice(start, end) for start, end in itertools.pairwise(cuts)]
+
+
+def trace_far(warp: Warp, entries: Any) -> None:
+    """Show the trace the accesses in the log that go to global memory."""
+    for entry in entries[entries["code"] & (GLOBAL | GENERIC) != 0]:
+        code = int(entry["code"])
+        addresses = entry["addresses"][entry["mask"] >> _LANES & 1 != 0]
+        far = addresses[addresses >> np.uint64(56) == 0]  # a generic address may be of shared memory
+        if len(far):
+            what = "atomic" if code & READ and code & WRITE else "load" if code & READ else "store"
+            instr = warp.program.instruction(int(entry["pc"]))
+            warp.cta.machine.trace.far(warp, instr, what, far, code & BYTES)
 
 
 def _orders(opcode: str, acquire: bool) -> bool:

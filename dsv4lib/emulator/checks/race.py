@@ -22,7 +22,7 @@ import numpy as np
 from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import Flags, segments
+from dsv4lib.emulator.checks.flags import Flags, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.launches import reaches_devices
 from dsv4lib.emulator.checks.order import MARK, Order, OrderState
@@ -413,14 +413,15 @@ class Detector(Order):
 
     def drain(self, warp: Warp) -> None:
         """Judge what the warp's native code has logged since the last call."""
-        n = self.pending[0]
-        self.pending[0] = 0
+        n, self.pending[0] = self.pending[0], 0
         state = self._state(warp)
         self._dependence.logged(state.clocks, warp, self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return
         entries = self._log[:n]
+        if self.machine.trace is not None and self.machine.device is not None:
+            trace_far(warp, entries)
         code = entries["code"]
         strong = code & (STRONG | COUNTS) == STRONG
         apart = self.machine.device is not None  # between devices the order of data and flags is that of the program

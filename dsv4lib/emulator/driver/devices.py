@@ -57,7 +57,7 @@ class Symmetric:
         targets = tuple(part.ctypes.data for part in self._parts)
         for gpu in group:
             for i, part in enumerate(self._parts):
-                gpu.gmem.register(part.ctypes.data, part.nbytes, f"{label} of device {i}", owner=part, shared=True)
+                gpu.gmem.register(part.ctypes.data, part.nbytes, f"{label} of device {i}", owner=part, device=i)
             gpu.gmem.add_multicast(Multicast(self._window.ctypes.data, self._nbytes, label, targets))
 
     def __len__(self) -> int:

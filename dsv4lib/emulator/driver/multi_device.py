@@ -137,6 +137,7 @@ class LaunchQueues:
                     item, launch = running[stream]
                     if self._drop(streams, stream):
                         continue
+                    launch.ahead = streams.executed() - launch.time
                     launch.scheduler.step(self._limit(stream[0]))
                     if not launch.scheduler.running:
                         self._finish(streams, stream)

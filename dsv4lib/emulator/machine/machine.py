@@ -51,6 +51,7 @@ class Machine:
         rng: seeded numpy generator; all randomness of a run comes from it.
         stats: counts by name.
         time: logical time: warp-instructions executed so far.
+        ahead: what to add to it for a time that is common to all devices: what the other launches have executed.
         events: bumped by everything that could unblock a warp: every service does.
         progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
@@ -86,7 +87,7 @@ class Machine:
         self.trace = Recorder(self) if trace else None
         self.rng = np.random.default_rng(self.settings.seed)
         self.stats: Counter[str] = Counter()
-        self.time = 0
+        self.time = self.ahead = 0
         self.events = 0
         self.progress = 0
         self.hazards: dict[tuple[str, int, int], Hazard] = {}

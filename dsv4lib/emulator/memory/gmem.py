@@ -28,7 +28,7 @@ class Allocation:
     """One registered range [start, start + nbytes).
 
     ``owner`` is kept alive as long as the range is registered; ``writable`` False makes stores fault; ``padded``: a
-    CUDA allocator would have rounded the range up (`Settings.padding`); ``shared``: other devices see it too.
+    CUDA allocator would have rounded the range up (`Settings.padding`); ``device``: whose symmetric memory it is.
     """
 
     start: int
@@ -37,7 +37,12 @@ class Allocation:
     writable: bool = True
     owner: Any = None
     padded: bool = False
-    shared: bool = False
+    device: int | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether other devices see it too."""
+        return self.device is not None
 
     @property
     def end(self) -> int:
@@ -94,7 +99,7 @@ class GlobalMemory:
         writable: bool = True,
         owner: Any = None,
         padded: bool = False,
-        shared: bool = False,
+        device: int | None = None,
     ) -> Allocation:
         """Add the range [start, start + nbytes).
 
@@ -104,7 +109,7 @@ class GlobalMemory:
         if nbytes <= 0:
             raise ArgumentError("nbytes", nbytes, "a positive number of bytes")
         i = bisect.bisect_right(self._starts, start)
-        new = Allocation(start, nbytes, label, writable, owner, padded, shared)
+        new = Allocation(start, nbytes, label, writable, owner, padded, device)
         for other in self._allocations[max(i - 1, 0) : i + 1]:
             if start < other.end and other.start < new.end:
                 raise LaunchError(f"{new} overlaps {other}")

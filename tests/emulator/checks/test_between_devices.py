@@ -237,3 +237,20 @@ def test_what_a_launch_has_learned_the_next_one_on_its_stream_knows():
             gpus[1].launch(request(load, buffer[1], block=1))
             gpus.synchronize()
             assert {h.kind for h in gpus.hazards} == (set() if relay is RELAY else {RACE})
+
+
+def test_a_trace_has_what_crosses_devices_on_one_clock():
+    """A bulk copy pulls 64 bytes from device 1 after a flag that device 1 stores on device 0."""
+    pull = SHARED + SEND.format(FLAG + PULL.replace("[%rd1+64], 64", "[%rd2+64], 64").replace("P:", "P0:"))
+    pull = pull.replace("bra P;", "bra P0;").replace("mov.u32 %r1", "ld.param.u64 %rd2, [peer]; mov.u32 %r1")
+    push = SEND.format("st.release.sys.global.u32 [%rd1], 1; red.relaxed.sys.global.add.u32 [%rd1+4], 1;")
+    with emulator.devices(2, checks="race", shims=False, trace=True) as gpus:
+        buffer = gpus.symmetric(64, np.uint32, "buffer")
+        gpus[0].launch(request(entry("u64 buffer, u64 peer", pull), buffer[0], buffer[1]))
+        gpus[1].launch(request(entry("u64 buffer", push), buffer[0]))
+        gpus.synchronize()
+        rows = [gpu.trace.peers for gpu in gpus]
+    assert rows[0][["what", "device", "nbytes"]].tolist() == [("bulk load", 1, 64)]
+    assert rows[1][["what", "device", "nbytes"]].tolist() == [("store", 0, 4), ("atomic", 0, 4)]
+    assert rows[0]["address"] == buffer[1].ctypes.data + 64
+    assert rows[1]["common"].max() < rows[0]["common"]  # the flag comes before what waits for it
