@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, pipeline
 
 from dsv4lib.ops.mega_moe import symmetric
 from dsv4lib.ops.mega_moe.layers import Memory
 from dsv4lib.ops.mega_moe.layout import STEP, Layout
-from dsv4lib.ops.moe_gemm.config import EPILOGUE_THREADS
+from dsv4lib.ops.moe_gemm.config import EPILOGUE_THREADS, EXCHANGE
 
 COLUMNS = 8  # of a thread: 16 bytes
 
@@ -26,12 +26,12 @@ class Combine:
 
     @cute.jit
     def wait_results(self, mem: Memory):
-        """Wait until every route that this rank sent has its result here."""
+        """Wait until every route that this rank sent has its result here; one warp calls it."""
         layout, lane = self.layout, cute.arch.lane_idx()
         routes = Int32(0)
         for expert in cutlass.range(lane, layout.experts, 32, unroll=1):
             flag = mem.state + Int64(4 * layout.sent) + Int64(expert) * 8
-            routes = routes + symmetric.wait_flag(flag, mem.epoch, "acquire.gpu")
+            routes = routes + symmetric.wait_flag(flag, mem.epoch, "relaxed.gpu")
         routes = cute.arch.warp_redux_sync(routes, kind="add")
         wanted = routes * (layout.hidden // STEP)  # a tile of L2 counts its rows
         symmetric.wait_counter(mem.own + layout.offsets()["combined"], wanted, "acquire.sys")
@@ -47,7 +47,9 @@ class Combine:
         ctas, _, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()
         if block < mem.tokens:
-            self.wait_results(mem)
+            if tidx < 32:
+                self.wait_results(mem)
+            pipeline.NamedBarrier(EXCHANGE, EPILOGUE_THREADS).arrive_and_wait()
         for token in cutlass.range(block, mem.tokens, ctas, unroll=1):
             for place in cutlass.range(tidx, self.layout.hidden // COLUMNS, EPILOGUE_THREADS, unroll=1):
                 self.add_slots(mOut, mem, token, place)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from dsv4lib.dsl import bulk
 from dsv4lib.ops.mega_moe import symmetric
@@ -74,7 +74,7 @@ class Dispatch:
             route, here = first + lane, Int32(0)
             if route < routes:
                 index = symmetric.load_long(mem.own + offsets["topk_idx"] + Int64(route) * 8)
-                here = cutlass.select_(index == Int64(expert), Int32(1), Int32(0))
+                here = cutlass.select_(self.goes_to(index, expert), Int32(1), Int32(0))
             found = cute.arch.vote_ballot_sync(here != 0)
             place = count + cute.arch.popc(found & cute.arch.lanemask_lt())
             if here != 0 and place < most:
@@ -83,10 +83,15 @@ class Dispatch:
         count = cutlass.min(count, Int32(most))
         cute.arch.sync_warp()
         if lane == 0:
-            symmetric.store_flag(mem.state + Int64(4 * layout.sent) + Int64(expert) * 8, count, mem.epoch, "release.gpu")
+            sent = mem.state + Int64(4 * layout.sent) + Int64(expert) * 8
+            symmetric.store_flag(sent, count, mem.epoch, "relaxed.gpu")  # all that it says is in it
             word = (half * layout.world + mem.rank) * layout.local + own
             flag = peer + offsets["counts"] + Int64(word) * 8
             symmetric.store_flag(flag, count, mem.epoch, self.count_semantics())
+
+    def goes_to(self, index: Int64, expert: Int32) -> cutlass.Boolean:
+        """Tell whether a route is to this expert; -1 is to none."""
+        return index == Int64(expert)
 
     def count_semantics(self) -> str:
         """Return semantics and scope of the store of a count."""
@@ -179,7 +184,11 @@ class Dispatch:
         scales = peer + offsets["x_scales"] + token * layout.pitch
         bulk.load_bulk(pointer(slot + layout.hidden), scales, Int32(layout.pitch), barrier)
         rows.sources[row] = rank * (layout.max_tokens * layout.topk) + route
-        rows.weights[row] = symmetric.load_float(peer + offsets["topk_weights"] + Int64(route) * 4)
+        rows.weights[row] = self.weight_of(peer, route)
+
+    def weight_of(self, peer: Int64, route: Int32) -> Float32:
+        """Load the weight of a route from the rank of its token."""
+        return symmetric.load_float(peer + self.layout.offsets()["topk_weights"] + Int64(route) * 4)
 
     @property
     def row_bytes(self) -> int:

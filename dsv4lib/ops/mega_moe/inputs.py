@@ -6,7 +6,7 @@ routes are -1. The memory of tokens that a rank does not have is NaN: who reads 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,14 @@ class Case:
             for layer in (self.l1, self.l2)
         ]
         return Case(layout, [tokens], [joined[0]], [joined[1]], self.w1, self.w2, self.w3)
+
+
+def rerouted(made: Case) -> Case:
+    """Make the same ranks' next call: as many routes to each expert, but of other tokens, and other weights."""
+    ranks = [
+        one._replace(topk_idx=one.topk_idx.roll(1, 0), topk_weights=one.topk_weights.flip(0) * 0.75) for one in made.ranks
+    ]
+    return replace(made, ranks=ranks)
 
 
 def case(layout: Layout, tokens: list[int], seed: int = 0, masked: float = MASKED, busy: int | None = None) -> Case:

@@ -346,9 +346,20 @@ class MegaMoe(Dispatch, Combine):
             before = symmetric.add_and_get(mem.state + Int64(4 * layout.FINISHED), Int32(1), "acq_rel.gpu")
         cute.arch.sync_warp()
         if cute.arch.shuffle_sync(before, 0) == ctas - 1:
-            for i in cutlass.range(lane, 2 * layout.local, 32, unroll=1):
-                symmetric.store_word(mem.state + Int64(4 * layout.ARRIVED) + Int64(i) * 4, Int32(0))
+            self.reset(mem)
             if lane == 0:
-                symmetric.store_word(mem.own + layout.offsets()["combined"], Int32(0))
                 symmetric.store_word(mem.state + Int64(4 * layout.FINISHED), Int32(0))
-                symmetric.store_word(mem.state + Int64(4 * layout.EPOCH), mem.epoch)
+                symmetric.store_word(mem.state + Int64(4 * layout.EPOCH), self.next_epoch(mem))
+
+    @cute.jit
+    def reset(self, mem: Memory):
+        """Set the counters of rows, tiles and results back: all of this call have come, and none of the next can."""
+        layout, lane = self.layout, cute.arch.lane_idx()
+        for i in cutlass.range(lane, 2 * layout.local, 32, unroll=1):
+            symmetric.store_word(mem.state + Int64(4 * layout.ARRIVED) + Int64(i) * 4, Int32(0))
+        if lane == 0:
+            symmetric.store_word(mem.own + layout.offsets()["combined"], Int32(0))
+
+    def next_epoch(self, mem: Memory) -> Int32:
+        """Return what the epoch is set to at the end of a call: the one after it counts up from there."""
+        return mem.epoch

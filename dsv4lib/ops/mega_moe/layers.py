@@ -159,7 +159,8 @@ class Layer(MoeGemm):
     ):
         """Finish all tiles, and signal each."""
         while place.expert < groups.experts:
-            self.wait_arrived(groups, place, mem)  # weights and sources of the rows
+            acc.consumer_wait(state)  # rows have arrived by then: the next wait only acquires weights and sources
+            self.wait_arrived(groups, place, mem)
             tile = self.tile(groups, place)
             state, buffer = self.epilogue_tile(ends, tile, lanes, sH, acc, state, buffer)
             self.exchanged().arrive_and_wait()  # all have stored

@@ -53,7 +53,7 @@ def store_flag(
 
 @dsl_user_op
 def load_flag(address: Int64, how: str = "acquire.sys", *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
-    """Load the two words of a 64-bit flag, and acquire."""
+    """Load the two words of a 64-bit flag; by default it acquires from other devices."""
     text = f"{{ .reg .b64 pair; ld.{how}.global.b64 pair, [{{$r0}}]; mov.b64 {{{{$w0}}, {{$w1}}}}, pair; }}"
     return cute.arch.inline_ptx(text, write_only_types=[Int32, Int32], read_only_args=[address], loc=loc, ip=ip)
 
@@ -79,11 +79,18 @@ def load_counter(address: Int64, how: str, *, loc: Any = None, ip: Any = None) -
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[address], loc=loc, ip=ip)
 
 
+@dsl_user_op
+def pause(*, loc: Any = None, ip: Any = None) -> None:
+    """Leave the issue slots, and the word that others write, to those that have work."""
+    cute.arch.inline_ptx("nanosleep.u32 32;", loc=loc, ip=ip)
+
+
 @cute.jit
 def wait_counter(address: Int64, wanted: Int32, how: str):
     """Load a counter until it is ``wanted``."""
     found = load_counter(address, how)
     while found != wanted:
+        pause()
         found = load_counter(address, how)
 
 
@@ -92,6 +99,7 @@ def wait_flag(address: Int64, epoch: Int32, how: str):
     """Load a flag until its upper word is ``epoch``; returns the lower one."""
     low, high = load_flag(address, how)
     while high != epoch:
+        pause()
         low, high = load_flag(address, how)
     return low
 

@@ -5,6 +5,8 @@ For notebooks, exercises and tests. A kernel that stops with an error is a resul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +16,14 @@ from torch import Tensor
 from dsv4lib import emulator
 from dsv4lib.check import compare
 from dsv4lib.dsl.compile import Compiled
+from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.mega_moe.arguments import fake_args, launch_args
 from dsv4lib.ops.mega_moe.buffer import SymmetricBuffer
 from dsv4lib.ops.mega_moe.inputs import CLAMP, Case
 from dsv4lib.ops.mega_moe.kernel import MegaMoe
+from dsv4lib.ops.mega_moe.layout import Layout
 from dsv4lib.ops.mega_moe.op import Call
 from dsv4lib.reference import mega_moe as oracle
 
@@ -83,6 +87,7 @@ def run_mega_moe(
     grid: int = 2,
     tile_n: int = 64,
     order: list[int] | None = None,
+    launches: int = 1,
     **device: Any,
 ) -> Outcome:
     """Run `MegaMoe` (or a variant) on a case, a device a rank.
@@ -90,6 +95,7 @@ def run_mega_moe(
     Args:
         made: from `ops.mega_moe.inputs.case`; several of one layout are calls one after the other.
         kernel_type: the class. grid: CTAs of a device. tile_n: of the kernel. order: of the ranks' launches.
+        launches: of every call, queued one after the other: a fast rank may begin the next before a slow one has ended.
         device: options of `emulator.devices` (schedule, seed, checks, trace, ...).
     """
     cases = made if isinstance(made, list) else [made]
@@ -97,11 +103,8 @@ def run_mega_moe(
     kernel, code = compile_cache.default().get(kernel_type, settings_of(cases[0], tile_n), fake_args, "sm_100a")
     outs: list[Tensor] = []
     error, stray = None, 0
-    with emulator.devices(one.world, shims=False, **{"checks": "race", **device}) as gpus:
-        parts = gpus.symmetric(one.bytes, torch.uint8, "buffer")
-        storages = [parts.tensor(rank) for rank in range(one.world)]
-        addresses = [x.data_ptr() for x in storages]
-        buffers = [SymmetricBuffer.over(one, rank, storages[rank], addresses) for rank in range(one.world)]
+    with _group(one.world, **{"checks": "race", **device}) as group:
+        buffers = group.buffers(one)
         try:
             for now in cases:
                 outs = []
@@ -110,19 +113,58 @@ def run_mega_moe(
                     buffer.stage(*tokens[:4])
                     outs.append(torch.full((max(1, len(tokens.x)), one.hidden), float("nan")).bfloat16())
                 for rank in order or range(one.world):
-                    with gpus.on(rank) as gpu:
-                        call = call_of(now, buffers[rank], rank, outs[rank])
-                        emulator.launch(code, *launch_args(kernel, call, grid), gpu=gpu)
-                gpus.synchronize()
+                    args = launch_args(kernel, call_of(now, buffers[rank], rank, outs[rank]), grid)
+                    for _ in range(launches):
+                        group.launch(rank, code, args)
+                group.synchronize()
                 stray += sum(map(stray_bytes, buffers, now.ranks))
         except EmulatorError as caught:
             error = caught
-            gpus.queues.discard()
-        hazards = gpus.hazards
-        traces = [gpu.trace for gpu in gpus]
-        results = [gpu.launches[-1].result if gpu.launches else None for gpu in gpus]
+        hazards = [hazard for gpu in group.gpus for hazard in gpu.hazards]
+        traces = [gpu.trace for gpu in group.gpus]
+        results = [gpu.launches[-1].result if gpu.launches else None for gpu in group.gpus]
     outs = [out[: len(tokens.x)] for out, tokens in zip(outs, cases[-1].ranks, strict=True)]
     return Outcome(kernel, code, outs, expected(cases[-1]), hazards, error, stray, traces, results, buffers)
+
+
+class _Group:
+    """Devices of a run. One device alone is no group: its launches run at once, its races are known word by word."""
+
+    def __init__(self, gpus: list[Any], devices: Any):
+        self.gpus, self._devices = gpus, devices
+
+    def buffers(self, layout: Layout) -> list[SymmetricBuffer]:
+        """Make every rank's memory."""
+        if self._devices is None:
+            return [SymmetricBuffer.alone(layout)]
+        parts = self._devices.symmetric(layout.bytes, torch.uint8, "buffer")
+        storages = [parts.tensor(rank) for rank in range(layout.world)]
+        addresses = [x.data_ptr() for x in storages]
+        return [SymmetricBuffer.over(layout, rank, storages[rank], addresses) for rank in range(layout.world)]
+
+    def launch(self, rank: int, code: Compiled, args: tuple[Any, ...]) -> None:
+        """Launch on a rank's device, or queue it there."""
+        if self._devices is None:
+            emulator.launch(code, *args, gpu=self.gpus[0])
+            return
+        with self._devices.on(rank) as gpu:
+            emulator.launch(code, *args, gpu=gpu)
+
+    def synchronize(self) -> None:
+        """Run what is queued."""
+        if self._devices is not None:
+            self._devices.synchronize()
+
+
+@contextmanager
+def _group(world: int, **settings: Any) -> Iterator[_Group]:
+    """Make the devices of ``world`` ranks."""
+    if world == 1:
+        yield _Group([make("sm_100a", **settings)], None)
+        return
+    with emulator.devices(world, shims=False, **settings) as gpus:
+        yield _Group(list(gpus), gpus)
+        gpus.queues.discard()
 
 
 def expected(made: Case) -> list[Tensor]:
