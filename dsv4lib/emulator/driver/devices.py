@@ -18,7 +18,7 @@ one that touches it faults. Checks and traces are those of each device's own lau
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -211,13 +211,20 @@ class Devices:
 
 @contextmanager
 def devices(
-    count: int, arch: str = "sm_100a", *, shims: bool = True, default_device: str = "cuda", **settings: Any
+    count: int,
+    arch: str = "sm_100a",
+    *,
+    shims: bool = True,
+    default_device: str = "cuda",
+    faults: Mapping[int, tuple[str, int | None]] | None = None,
+    **settings: Any,
 ) -> Iterator[Devices]:
     """Make ``count`` emulated devices of one architecture, device 0 the current one.
 
     Args:
         count: 1 to 64.
         arch, shims, default_device, settings: as for `device`; each device has its own random numbers.
+        faults: injected ones by device: kind and ``after`` of `Devices.inject`.
 
     Raises:
         ArgumentError: a bad argument. BackendUnavailable: CUDA is already initialised in this process.
@@ -227,5 +234,7 @@ def devices(
     for i, gpu in enumerate(members):
         gpu.settings = replace(gpu.settings, seed=gpu.settings.seed + i)
     group = Devices(members)
+    for index, (kind, after) in (faults or {}).items():
+        group.inject(index, kind, after)
     with device.entered(members[0], shims, default_device):
         yield group

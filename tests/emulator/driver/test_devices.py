@@ -197,6 +197,15 @@ def test_a_device_that_is_dropped_when_nobody_needs_it_any_more_ends_the_run():
         assert not gpus[1].launches
 
 
+def test_faults_may_be_given_with_the_group():
+    with emulator.devices(2, shims=False, faults={0: ("late", None)}) as gpus:
+        _, outs = exchange(gpus)
+        gpus.synchronize()
+        assert [int(out[0]) for out in outs] == [6, 5] and gpus[1].launches[0].result.instructions > 1000
+    with pytest.raises(ArgumentError, match="index="), emulator.devices(2, faults={2: ("late", None)}):
+        pass
+
+
 def test_bad_faults():
     with emulator.devices(2, shims=False) as gpus:
         with pytest.raises(ArgumentError, match="index="):
