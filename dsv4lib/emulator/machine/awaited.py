@@ -1,7 +1,8 @@
 """Read from a polling loop which value ends it: load, compare, branch back.
 
-Only what the code shows: the loaded register, or one of a vector, is compared with an immediate or a register, and the
-branch that the comparison guards leaves the loop or goes round again. Anything else says nothing.
+Only what the code shows: the loaded register, one of a vector, or half of a register that a ``mov`` takes apart, is
+compared with an immediate or a register, and the branch that the comparison guards leaves the loop or goes round again.
+Anything else says nothing.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Pair, Reg, Symbol, Vect
 
 # What the operator of a setp tests, and the same negated: as words before the other operand's value.
 _UNTIL = {
-    "eq": ("it is", "it is not"),
-    "ne": ("it is not", "it is"),
-    "lt": ("it is below", "it is at least"),
-    "lo": ("it is below", "it is at least"),
-    "le": ("it is at most", "it is above"),
-    "ls": ("it is at most", "it is above"),
-    "gt": ("it is above", "it is at most"),
-    "hi": ("it is above", "it is at most"),
-    "ge": ("it is at least", "it is below"),
-    "hs": ("it is at least", "it is below"),
+    "eq": ("is", "is not"),
+    "ne": ("is not", "is"),
+    "lt": ("is below", "is at least"),
+    "lo": ("is below", "is at least"),
+    "le": ("is at most", "is above"),
+    "ls": ("is at most", "is above"),
+    "gt": ("is above", "is at most"),
+    "hi": ("is above", "is at most"),
+    "ge": ("is at least", "is below"),
+    "hs": ("is at least", "is below"),
 }
 _SWAPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "lo": "hi", "hi": "lo", "ls": "hs", "hs": "ls"}
 
 
 def awaited(warp: Any, loop: Sequence[Instr], load: Instr) -> str:
     """Say until when a loop repeats, such as ``until it is not 0x0``; "" if the code does not show it."""
-    loaded = {r.index for r in _items(load.operands[0]) if isinstance(r, Reg)}
+    loaded = _loaded(loop, load)
     for compare in loop:
         base, operator, *_ = [*compare.opcode.split("."), ""]
         if base != "setp" or operator not in _UNTIL or len(compare.operands) != 3:
@@ -43,8 +44,21 @@ def awaited(warp: Any, loop: Sequence[Instr], load: Instr) -> str:
             continue
         value, again = _value(warp, right), _repeats(warp, loop, target)
         if value is not None and again is not None:
-            return f"until {_UNTIL[operator][again]} {value:#x}"
+            return f"until {loaded[left.index]} {_UNTIL[operator][again]} {value:#x}"
     return ""
+
+
+def _loaded(loop: Sequence[Instr], load: Instr) -> dict[int, str]:
+    """Registers that hold what was loaded, or a half of it, by number: what to call them."""
+    found = {r.index: "it" for r in _items(load.operands[0]) if isinstance(r, Reg)}
+    for move in loop:
+        if move.opcode != "mov.b64" or not isinstance(move.operands[0], Vector):
+            continue
+        source, halves = move.operands[1], move.operands[0].items
+        if isinstance(source, Reg) and source.index in found and len(halves) == 2:
+            names = "its lower word", "its upper word"
+            found |= {r.index: name for r, name in zip(halves, names, strict=True) if isinstance(r, Reg)}
+    return found
 
 
 def _items(operand: Operand) -> tuple[Operand, ...]:

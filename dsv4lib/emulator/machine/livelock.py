@@ -30,6 +30,7 @@ from dsv4lib.emulator.ptx.ir import Instr, Memory
 FIRST = 8  # fruitless rounds (scheduler) of every launch before the first look; then twice as many, and so on
 _SLICES = 64  # that a look lasts, for every warp that can run
 _LONGEST = 20_000  # instructions of a loop
+SLEEPS = "nanosleep"  # reason of a wait that ends by itself
 _SHOWN = 16  # warps of a launch that the report names
 # Loops of these and of instructions without a memory operand leave memory as it is. A compare-and-swap that succeeds
 # changes it, which the comparison of memory shows.
@@ -178,8 +179,13 @@ def loop_of(warp: Warp, silence: _Silence) -> list[Instr]:
     pcs: set[int] = set()
     for _ in range(_LONGEST):
         pcs.add(warp.words[PC])
-        if silence.broken_by(warp) or warp.exited or warp.block is not None:
+        if silence.broken_by(warp) or warp.exited:
             return []
+        if warp.block is not None:
+            waits = [parked.block for parked in warp.parked] or [warp.block]  # of the lane groups
+            if all(block.reason != SLEEPS for block in waits):
+                return []
+            warp.cta.machine.scheduler.wake()  # a sleep in a loop ends, whatever happens
         if state_of(warp) == start:
             return [warp.program.instruction(i) for i in sorted(pcs)]
     return []

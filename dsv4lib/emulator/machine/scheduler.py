@@ -104,7 +104,7 @@ class Scheduler:
                 quantum -= 1
         completed = len(self.units) > 0 and self._complete(policy.completions(self.units, bool(self.ready)))
         if machine.events != self._seen:
-            self._wake()
+            self.wake()
         if machine.progress != self._progress:
             self._progress, self._idle, self._since, self.fruitless = machine.progress, 0, machine.time, 0
         self._idle += 1
@@ -250,7 +250,7 @@ class Scheduler:
         parked = warp.parked
         return Block("lane groups", lambda: any(p.block.ready() for p in parked))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Move warps whose wait is over to the ready list."""
         self._seen = self.machine.events
         still = []
@@ -327,7 +327,7 @@ class Scheduler:
             self._force()
         else:
             self.fruitless += 1
-        self._wake()
+        self.wake()
 
     def force_stalled(self) -> bool:
         """Let the lanes of a warp that waits to converge pass alone. True if there was one."""

@@ -53,6 +53,11 @@ def _values(sample: conversions.Sample, mode: str) -> torch.Tensor:
     return weight_modes.dequantize(weight_modes.convert(sample.quantized, mode), torch.float64)
 
 
+def weights_error(sample: conversions.Sample, mode: str) -> conversions.Error:
+    """Compute what a conversion loses of exact NVFP4 weights."""
+    return conversions.error(_values(sample, mode), sample.values)
+
+
 def ratios(sample: conversions.Sample) -> Figure:
     """Draw what each conversion makes of a weight, as a multiple of the weight."""
     exact = sample.values
@@ -72,7 +77,7 @@ def losses(
     """
     convert = {row.name: row.convert for row in conversions.ROWS}
     reference = one.run(one.weights(convert["nvfp4"]), "bf16")
-    weights = {mode: conversions.error(_values(sample, mode), sample.values) for mode in modes}
+    weights = {mode: weights_error(sample, mode) for mode in modes}
     outputs = {m: conversions.error(one.run(one.weights(convert[m]), kind), reference) for m, kind in modes.items()}
     panels = [
         Panel("error of weights / weights", [weights[m].relative for m in modes], "{:.4f}"),

@@ -106,16 +106,32 @@ def test_a_deadlock_says_which_value_is_awaited(pair):
         ("setp.ge.s32 %p1, %r2, %r9; @!%p1 bra L;", "until it is at least 0x5"),
         ("setp.gt.u32 %p1, 7, %r2; @%p1 bra L;", "until it is at least 0x7"),
         ("setp.ne.u32 %p1, %r2, 0; @%p1 bra OUT; bra L; OUT:", "until it is not 0x0"),
+        ("mov.b64 {%r3, %r4}, %rd3; setp.ne.u32 %p1, %r4, 6; @%p1 bra L;", "until its upper word is 0x6"),
         ("and.b32 %r3, %r2, 1; setp.eq.u32 %p1, %r3, 0; @%p1 bra L;", ""),  # another register is compared
     ],
 )
 def test_the_awaited_value_is_read_from_the_loop(compare, until):
-    body = f"ld.param.u64 %rd1, [a]; mov.u32 %r9, 5; L: ld.volatile.global.u32 %r2, [%rd1]; {compare}"
+    load = "ld.volatile.global.u64 %rd3, [%rd1];" if "%rd3" in compare else "ld.volatile.global.u32 %r2, [%rd1];"
+    body = f"ld.param.u64 %rd1, [a]; mov.u32 %r9, 5; L: {load} {compare}"
     with emulator.devices(2, shims=False) as gpus:
         gpus[0].launch(request(entry("u64 a", body), gpus.symmetric(4, np.uint32, "flags")[1]))
         with pytest.raises(Deadlock, match="byte 0 of flags of device 1") as error:
             gpus.synchronize()
         assert (f"; waits {until}\n" if until else "flags of device 1\n") in str(error.value)
+
+
+def test_a_loop_that_sleeps_is_seen_through(pair):
+    """A kernel that leaves the memory alone for a while between two looks."""
+    flags = pair.symmetric(4, np.uint32, "flags")
+    sleepy = RELAY.replace("L: ld", "bra FIRST; L: nanosleep.u32 32; FIRST: ld")
+    pair[0].launch(request(sleepy, flags[0], flags[1], 3))
+    with pytest.raises(Deadlock, match="byte 0 of flags of device 0; waits until it is 0x3"):
+        pair.synchronize()
+    flags[0][0] = 3
+    pair[1].launch(request(sleepy, flags[1], flags[0][1:], 4))
+    pair[0].launch(request(sleepy, flags[0], flags[1], 3))
+    pair.synchronize()
+    assert flags[0][:2].tolist() == [3, 5]
 
 
 # --- faults of devices ------------------------------------------------------------------------------------------------
