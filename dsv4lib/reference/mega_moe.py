@@ -56,9 +56,7 @@ def mega_moe(
     return [_of_rank(Routes(*one), w1, w2, w3, limit) for one in ranks]
 
 
-def _of_rank(
-    routes: Routes, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, limit: float
-) -> torch.Tensor:
+def _of_rank(routes: Routes, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, limit: float) -> torch.Tensor:
     x, experts, weights = routes
     if experts.shape != weights.shape or experts.dim() != 2 or len(experts) != len(x):
         allowed = f"[{len(x)}, k], as weights {tuple(weights.shape)}"

@@ -209,7 +209,9 @@ class Dispatch:
         """Store the scales of a row: word j to block j of its 128 rows. All lanes call it."""
         words = self.layout.hidden // STEP
         source = cute.make_tensor(
-            cute.make_ptr(Int32, self.slot(staging, slot) + self.layout.hidden, cute.AddressSpace.smem, assumed_align=4),
+            cute.make_ptr(
+                Int32, self.slot(staging, slot) + self.layout.hidden, cute.AddressSpace.smem, assumed_align=4
+            ),
             cute.make_layout(words),
         )
         for word in cutlass.range(cute.arch.lane_idx(), words, LANES, unroll=1):
