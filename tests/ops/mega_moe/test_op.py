@@ -118,7 +118,7 @@ def test_some_numbers_reach_the_clamp():
 
 
 def test_ranks_and_routes_that_are_empty():
-    """A rank without tokens; ranks whose routes are all -1; experts that nobody chose; nobody has a token."""
+    """A rank without tokens; ranks whose routes are all -1; experts without a route; no rank has a token."""
     made = case(TWO, [0, 9])
     made.ranks[1].topk_idx[made.ranks[1].topk_idx >= 2] = -1  # rank 1's own experts get nothing
     made.ranks[1].topk_idx[4] = -1
