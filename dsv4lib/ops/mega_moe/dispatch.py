@@ -139,6 +139,7 @@ class Dispatch:
         total = Int32(0)
         for e in cutlass.range(layout.local, unroll=1):
             total = total + routed.before[e, layout.world]
+        symmetric.proxy_fence()  # peers' threads wrote the tokens; bulk copies read them
         expert, before, phase = Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(block * SLOTS, total, ctas * SLOTS, unroll=1):
             there = cutlass.min(total - first, Int32(SLOTS))
