@@ -56,14 +56,12 @@ def mega_moe(
     return [_of_rank(Routes(*one), w1, w2, w3, limit) for one in ranks]
 
 
-def _of_rank(
-    routes: Routes, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, limit: float
-) -> torch.Tensor:
+def _of_rank(routes: Routes, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, limit: float) -> torch.Tensor:
     x, experts, weights = routes
     if experts.shape != weights.shape or experts.dim() != 2 or len(experts) != len(x):
         allowed = f"[{len(x)}, k], as weights {tuple(weights.shape)}"
         raise ArgumentError("experts.shape", tuple(experts.shape), allowed)
-    out = torch.zeros(x.shape, dtype=torch.float32)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in range(experts.shape[1]):  # slots in order: sums of fp32 depend on it
         for e in range(len(w1)):
             tokens = torch.where(experts[:, slot] == e)[0]

@@ -1,6 +1,6 @@
 """Hold a rank's memory for the fused MoE: its symmetric buffer, the addresses of its peers' and its workspace.
 
-Whoever makes symmetric memory gives it: `torch.distributed._symmetric_memory` on GPUs, `emulator.devices(n).symmetric`
+The caller makes the symmetric memory: `torch.distributed._symmetric_memory` on GPUs, `emulator.devices(n).symmetric`
 in the emulator, an ordinary tensor for one rank.
 """
 

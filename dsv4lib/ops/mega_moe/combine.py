@@ -1,6 +1,6 @@
 """Sum up the results of a token's experts, which their owners have written to this rank's symmetric buffer.
 
-    out[t] = sum_s combine[s, t]           slots in order, fp32, rounded once to bf16; slots without an expert are skipped
+    out[t] = sum_s combine[s, t]       slots in order, fp32, rounded once to bf16; slots without an expert are skipped
 
 The order is that of the slots, not of arrival: the bits are the same in every run and for any number of ranks.
 """

@@ -139,6 +139,7 @@ class Dispatch:
         total = Int32(0)
         for e in cutlass.range(layout.local, unroll=1):
             total = total + routed.before[e, layout.world]
+        symmetric.proxy_fence()  # peers' threads wrote the tokens; bulk copies read them
         expert, before, phase = Int32(0), Int32(0), Int32(0)
         for first in cutlass.range(block * SLOTS, total, ctas * SLOTS, unroll=1):
             there = cutlass.min(total - first, Int32(SLOTS))
@@ -209,7 +210,9 @@ class Dispatch:
         """Store the scales of a row: word j to block j of its 128 rows. All lanes call it."""
         words = self.layout.hidden // STEP
         source = cute.make_tensor(
-            cute.make_ptr(Int32, self.slot(staging, slot) + self.layout.hidden, cute.AddressSpace.smem, assumed_align=4),
+            cute.make_ptr(
+                Int32, self.slot(staging, slot) + self.layout.hidden, cute.AddressSpace.smem, assumed_align=4
+            ),
             cute.make_layout(words),
         )
         for word in cutlass.range(cute.arch.lane_idx(), words, LANES, unroll=1):

@@ -2,7 +2,8 @@
 
 Every class is the `MegaMoe` kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds
 each: a kind of the emulator's reports, an error's type, "stray bytes" (a result where no route goes) or "wrong numbers"
-(the comparison with fp64). Those of the second call need two calls on the same memory (`TWO_CALLS`).
+(the comparison with fp64). Faults of the second call need two calls on the same memory (`TWO_CALLS`); `OneHalf` needs a
+rank that is a call ahead of another, which then waits for ever.
 """
 
 from __future__ import annotations
@@ -166,15 +167,15 @@ class SlotOfOwner(MegaMoe):
 
 _ALL: tuple[tuple[type[MegaMoe], str], ...] = (
     (RelaxedCount, "race_global"),
-    (CountOfOneDevice, "?"),
+    (CountOfOneDevice, "scope_between_devices"),
     (OneEpoch, "wrong numbers"),
-    (OneHalf, "Deadlock"),
-    (NoReset, "Deadlock"),
+    (OneHalf, "LimitExceeded"),
+    (NoReset, "MemoryFault"),
     (MaskedGoesFirst, "stray bytes"),
     (FirstWeight, "wrong numbers"),
     (ReadAlone, "race_global"),
     (ScalesInRows, "wrong numbers"),
-    (SumsEarly, "wrong numbers"),
+    (SumsEarly, "race_global"),
     (RowsEarly, "race_global"),
     (TilesEarly, "race_global"),
     (RelaxedResults, "race_global"),
@@ -182,4 +183,6 @@ _ALL: tuple[tuple[type[MegaMoe], str], ...] = (
 )
 FAULTS: dict[str, Any] = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
-TWO_CALLS = {"OneEpoch", "OneHalf", "NoReset"}
+TWO_CALLS = {"OneEpoch", "NoReset"}
+SCHEDULE = {"NoReset": "newest_first", "OneHalf": "adversarial"}  # that shows it soonest
+NEEDS = {"CountOfOneDevice": "scope_between_devices"}  # a check that the emulator must have

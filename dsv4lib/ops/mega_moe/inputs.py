@@ -63,7 +63,8 @@ class Case:
 def rerouted(made: Case) -> Case:
     """Make the same ranks' next call: as many routes to each expert, but of other tokens, and other weights."""
     ranks = [
-        one._replace(topk_idx=one.topk_idx.roll(1, 0), topk_weights=one.topk_weights.flip(0) * 0.75) for one in made.ranks
+        one._replace(topk_idx=one.topk_idx.roll(1, 0), topk_weights=one.topk_weights.flip(0) * 0.75)
+        for one in made.ranks
     ]
     return replace(made, ranks=ranks)
 
@@ -110,4 +111,6 @@ def _matrix(generator: torch.Generator, experts: int, rows: int, columns: int) -
 
 
 def _shared(codes: Tensor, scales: Tensor, world: int) -> list[Operand]:
-    return [Operand(c.contiguous(), s.contiguous()) for c, s in zip(codes.chunk(world), scales.chunk(world), strict=True)]
+    return [
+        Operand(c.contiguous(), s.contiguous()) for c, s in zip(codes.chunk(world), scales.chunk(world), strict=True)
+    ]

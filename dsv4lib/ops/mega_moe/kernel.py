@@ -37,7 +37,7 @@ not only for those of its tile. Not measured: no such machine has run it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -138,7 +138,11 @@ class MegaMoe(Dispatch, Combine):
         rows = [row for row in self.first.budget() if row.resource not in ("threads", "SMEM: total")]
         total = next(row for row in self.first.budget() if row.resource == "SMEM: total")
         dispatch = BudgetRow(
-            "SMEM: dispatch", self.first.extra, total.limit, "B", f"{SLOTS} rows, their mbarriers, routes of the experts"
+            "SMEM: dispatch",
+            self.first.extra,
+            total.limit,
+            "B",
+            f"{SLOTS} rows, their mbarriers, routes of the experts",
         )
         roles = "4 epilogue + 1 MMA + 1 load + 1 dispatch warp"
         return [*rows, dispatch, total, BudgetRow("threads", THREADS, 1024, "threads", roles)]

@@ -238,7 +238,9 @@ class Second(Layer):
             start = cutlass.max(ends.before[tile.expert, tidx], first)
             stop = cutlass.min(ends.before[tile.expert, tidx + 1], first + tile.rows)
             if start < stop:
-                symmetric.add(mem.peers[tidx] + self.layout.offsets()["combined"], stop - start, self.result_semantics())
+                symmetric.add(
+                    mem.peers[tidx] + self.layout.offsets()["combined"], stop - start, self.result_semantics()
+                )
 
     def result_semantics(self) -> str:
         """Return semantics and scope of the count of results."""

@@ -27,7 +27,7 @@ from dsv4lib.ops.mega_moe.layout import Layout
 from dsv4lib.ops.mega_moe.op import Call
 from dsv4lib.reference import mega_moe as oracle
 
-SENTINEL = 119  # of every byte of an output, and of results in `combine` that nobody sends
+SENTINEL = 119  # of every byte of an output, and of results in `combine` that no rank sends
 
 
 @dataclass
