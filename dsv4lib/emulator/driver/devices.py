@@ -58,7 +58,8 @@ class Symmetric:
         for gpu in group:
             for i, part in enumerate(self._parts):
                 gpu.gmem.register(part.ctypes.data, part.nbytes, f"{label} of device {i}", owner=part, device=i)
-            gpu.gmem.add_multicast(Multicast(self._window.ctypes.data, self._nbytes, label, targets))
+            window = Multicast(self._window.ctypes.data, self._nbytes, label, targets, self._window)
+            gpu.gmem.add_multicast(window)
 
     def __len__(self) -> int:
         return len(self._parts)

@@ -55,12 +55,16 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Multicast:
-    """An address range that stands for the same buffer on several devices. ``targets`` are where each has it."""
+    """An address range that stands for the same buffer on several devices.
+
+    ``targets`` are where each has it; ``owner`` keeps the range from being used for anything else.
+    """
 
     start: int
     nbytes: int
     label: str
     targets: tuple[int, ...]
+    owner: Any = None
 
 
 class GlobalMemory:

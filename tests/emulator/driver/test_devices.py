@@ -421,6 +421,17 @@ def test_multimem_integers_stores_and_reductions():
         assert [int(shared[i][0] - words[i][0]) for i in range(2)] == [32, 32]
 
 
+def test_a_multicast_range_lives_as_long_as_its_devices():
+    """Nothing else may get its addresses, also when nobody holds the buffer any more."""
+    import gc
+    import weakref
+
+    with emulator.devices(2, shims=False) as gpus:
+        window = weakref.ref(gpus.symmetric(1024).multicast.base)
+        gc.collect()
+        assert window() is not None
+
+
 def test_ordinary_accesses_to_multicast_addresses_fault():
     words = [np.zeros(128, np.uint32)] * 2
     with emulator.devices(2, shims=False) as gpus:
