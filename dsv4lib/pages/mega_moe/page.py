@@ -17,7 +17,7 @@ from dsv4lib.pages.mega_moe.run_case import Outcome, run_mega_moe
 EXPERTS, TOPK, HIDDEN, WIDTH = 8, 2, 256, 128
 FIRST = 9  # tokens of the first rank
 SCHEDULE = "random"  # of the emulator: devices and warps in any order, by seed
-SHOWN = ("CountOfOneDevice", "RelaxedCount", "ReadAlone", "SlotOfOwner", "FirstWeight")
+SHOWN = ("CountOfOneDevice", "ReadAlone", "SlotOfOwner", "FirstWeight")
 STOPPED_AFTER = 2000  # warp-instructions of a rank that is dropped
 
 
@@ -64,10 +64,10 @@ def same_bits(one: Run) -> Same:
     late = run_mega_moe(made, faults={made.layout.world - 1: ("late", None)}, **options).outs
     nothing = made.ranks[0]._replace(**{name: x[:0] for name, x in made.ranks[0]._asdict().items()})
     empty = run_mega_moe(replace(made, ranks=[nothing, *made.ranks[1:]]), **options).outs
-    return Same(_differing(outs, alone), _differing(outs, late), _differing(outs[1:], empty[1:]))
+    return Same(differing(outs, alone), differing(outs, late), differing(outs[1:], empty[1:]))
 
 
-def _differing(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
+def differing(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
     """Count numbers of other bits; all of them if there are not as many."""
     a, b = torch.cat(some).view(torch.int16), torch.cat(others).view(torch.int16)
     return int((a != b).sum()) if a.shape == b.shape else a.numel()
