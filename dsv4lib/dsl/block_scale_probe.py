@@ -2,8 +2,8 @@
 
 The size of a scale's block can be written in two ways, ``.scale_vec::4X`` (scales per instruction) or ``.block16``
 (elements per scale). PTX ISA lists both; which target takes which is settled by assembling one instruction, with the
-ptxas that the DSL carries, for that target. Nothing runs. ``python -m dsv4lib.dsl.block_scale_probe`` writes the answers
-to data/formats/block_scale_targets.csv, which a test compares with the assembler.
+ptxas that the DSL carries, for that target. Nothing runs. ``python -m dsv4lib.dsl.block_scale_probe`` writes the
+answers to data/formats/block_scale_targets.csv, which a test compares with the assembler.
 """
 
 from __future__ import annotations

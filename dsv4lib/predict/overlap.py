@@ -85,7 +85,12 @@ class Predicted(NamedTuple):
 
 
 def predict(
-    model: str | Model, tokens: int, ranks: int = 8, topk: int = TOP, card: Gpu | None = None, activations: str = "mxfp8"
+    model: str | Model,
+    tokens: int,
+    ranks: int = 8,
+    topk: int = TOP,
+    card: Gpu | None = None,
+    activations: str = "mxfp8",
 ) -> Predicted:
     """Predict one MoE layer of ``tokens`` tokens a rank, experts chosen evenly.
 

@@ -29,7 +29,9 @@ def test_a_chain_of_two_experts_by_hand():
 
 def test_one_rank_sends_nothing():
     found = predict("Flash", 512, ranks=1)
-    assert found[1:] == pytest.approx((0, 0, 0, 0), abs=1e-9) and found.hidden == 1.0 and found.total == found.compute > 0
+    assert (
+        found[1:] == pytest.approx((0, 0, 0, 0), abs=1e-9) and found.hidden == 1.0 and found.total == found.compute > 0
+    )
 
 
 @pytest.mark.parametrize("model", ["Flash", "Pro"])

@@ -118,7 +118,9 @@ def crossing_table(made: traffic.Case, found: Outcome) -> int:
 def timeline(found: Outcome) -> Figure:
     """Draw what crosses devices and when the tensor cores work, of all ranks on one clock."""
     kinds = {"counts": "routes and counts", "routes": "routes and counts"}
-    kinds |= dict.fromkeys(traffic.DISPATCH, "tokens pulled") | dict.fromkeys(("combine", "combined"), "results returned")
+    kinds |= dict.fromkeys(traffic.DISPATCH, "tokens pulled") | dict.fromkeys(
+        ("combine", "combined"), "results returned"
+    )
     times: dict[tuple[int, str], list[np.ndarray]] = {}
     for one in traffic.crossings(found):
         times.setdefault((one.rank, kinds[one.region]), []).append(one.times)

@@ -1,4 +1,4 @@
-"""Count what crosses devices in an emulated run of the fused MoE, and say what must: by region of the buffer, and when."""
+"""Count what crosses devices in an emulated run of the fused MoE, and what must: by region of the buffer, and when."""
 
 from __future__ import annotations
 

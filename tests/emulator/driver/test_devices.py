@@ -422,7 +422,7 @@ def test_multimem_integers_stores_and_reductions():
 
 
 def test_a_multicast_range_lives_as_long_as_its_devices():
-    """Nothing else may get its addresses, also when nobody holds the buffer any more."""
+    """Nothing else may get its addresses, also when nothing refers to the buffer any more."""
     import gc
     import weakref
 
