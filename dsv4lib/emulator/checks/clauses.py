@@ -172,6 +172,11 @@ CLAUSES = (
         ),
     ),
     Clause(
+        "a read of what was written through a multicast address, without an alias fence",
+        ("missing_alias_fence",),
+        ("checks/test_between_devices.py::test_a_multicast_store_is_read_back_after_an_alias_fence",),
+    ),
+    Clause(
         "a programmatic dependent launch that does not wait for the launch before",
         ("dependent_launch_early",),
         (_DEPENDENT.format("a load"), _DEPENDENT.format("a store over what is read"), _DEPENDENT.format("a bulk copy")),

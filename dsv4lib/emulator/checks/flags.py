@@ -48,6 +48,8 @@ class Flags:
             found = self._read.get((warp.agent, reach))
             if found is not None:
                 np.maximum(clock, found, out=clock)
+        if wide:
+            warp.cta.machine.race.fenced_global(warp, alias=True)
         for reach in (False, True) if wide else (False,):
             np.maximum(self._fenced[reach], clock, out=self._fenced[reach])
         self.clocks.tick(warp)
@@ -85,6 +87,8 @@ class Flags:
         if not wide or not _orders(opcode, False):
             far.release(cluster, word, self._clock(warp, opcode, False, False)[CARRIED], False)
         if wide:
+            if _orders(opcode, False):
+                far.fence(cluster, warp, alias=True)
             far.release(cluster, word, self._clock(warp, opcode, False, True)[CARRIED], True)
 
     def _clock(self, warp: Warp, opcode: str, acquire: bool, wide: bool) -> np.ndarray:

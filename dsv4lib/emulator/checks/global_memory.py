@@ -11,7 +11,8 @@ hand it on like everything else.
 
 Launches that run at the same time, on several devices, share the shadows (launches.py). Between devices only accesses
 and fences of ``.sys`` scope order, and a word that two devices use, one of them without that scope, is reported as
-such: `scope_between_devices` if it is a flag to one of them, else `race_between_devices`.
+such: `scope_between_devices` if it is a flag to one of them, else `race_between_devices`. What multimem wrote through a
+multicast address is read through an ordinary one after fence.proxy.alias or a release or fence of ``.sys`` scope.
 
 In doubt this is silent: a word that only synchronises counts as ordering everything before it; of many readers two are
 remembered; the knowledge of a cluster only grows. What is reported is therefore unordered in the PTX memory model; if
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.memory.gmem import Allocation, GlobalMemory
 
 _SYS = 2 * SYNC  # bit of a strong access to shared memory of a group of devices: its scope reaches all of them
+_ALIAS = 4 * SYNC  # bit of an access through a multicast address
 _LARGE = 1 << 28  # words of an allocation whose shadow might be refused, although little of it will be touched
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux
 _RANGES = 1 << 14  # ranges that wait for the first write; more go into the shadow
@@ -214,14 +216,15 @@ class GlobalRaces:
                 merge(into, other, known)
         left.version += 1
 
-    def fence(self, cluster: Cluster, warp: Warp) -> None:
-        """Publish to the async proxy all generic writes before this fence."""
+    def fence(self, cluster: Cluster, warp: Warp, alias: bool = False) -> None:
+        """Publish all writes before this fence to the async proxy, or else to accesses by other addresses."""
+        into = self._shared.aliased if alias else self.fenced
         number = cluster.race.member
         member = self._members[number]
         row = cluster.race.clocks.of(warp)[CARRIED]
-        merge(self.fenced, number, row.copy())
+        merge(into, number, row.copy())
         for other, known in member.learned[row[Clocks.OUTSIDE]].items():
-            merge(self.fenced, other, known)
+            merge(into, other, known)
 
     # --- accesses ---------------------------------------------------------------------------------------------------
 
@@ -257,8 +260,12 @@ class GlobalRaces:
         nbytes: int,
         write: bool,
         strong: bool,
+        alias: bool = False,
     ) -> None:
-        """Check accesses of single lanes: addresses (uint64), instructions, lane numbers."""
+        """Check accesses of single lanes: addresses (uint64), instructions, lane numbers.
+
+        ``alias``: through a multicast address.
+        """
         low, high = int(addresses.min()), int(addresses.max())
         region = self.region_of(low)
         if region is None:
@@ -266,14 +273,14 @@ class GlobalRaces:
         if high >> 2 >= region.base + region.words:  # several allocations
             inside = addresses < np.uint64(4 * (region.base + region.words))
             for part in (inside, ~inside):
-                self.lanes(warp, actor, addresses[part], pcs[part], lanes[part], nbytes, write, strong)
+                self.lanes(warp, actor, addresses[part], pcs[part], lanes[part], nbytes, write, strong, alias)
             return
         parts: list[tuple[Any, int]] = [(slice(None), SYNC if strong else 0)]
         if region.allocation.shared:  # instruction by instruction, because each has a scope
             parts = [(pcs == pc, self._sync(warp, pc) if strong else 0) for pc in np.unique(pcs).tolist()]
         for chosen, sync in parts:
             for words, at, active_lanes, mask in region.split(addresses[chosen], pcs[chosen], lanes[chosen], nbytes):
-                self._touch(region, warp, actor, words, at, active_lanes, mask | sync, write)
+                self._touch(region, warp, actor, words, at, active_lanes, mask | sync | _ALIAS * alias, write)
 
     def _sync(self, warp: Warp, pc: int) -> int:
         """Bits of a strong access."""
@@ -336,6 +343,8 @@ class GlobalRaces:
             found = self._judge(region, warp, actor, words, mask, write)
             if not write and op is not None:
                 self._proxy(region, words, op)
+            if not write and region.allocation.shared and not mask & (_ALIAS | SYNC):
+                self._aliases(region, words, warp, op, pcs)
         if write:
             same = found is not None and found[2] == "write after write" and self._same(region, words, found[0], mask)
             region.writer[words] = ids
@@ -427,6 +436,20 @@ class GlobalRaces:
                 text = f"{op.label} reads global memory that {self._members[owner].name(entry)} wrote in this launch"
                 place, by = op.where(), self.place_of(number)
                 self.machine.report("missing_proxy_fence_global", text, place, owner=by)
+
+    def _aliases(self, region: Region, words: np.ndarray, warp: Warp, op: AsyncOp | None, pcs: Any) -> None:
+        """A weak read of what was written through a multicast address needs more than an order."""
+        table = self.accesses
+        for number in np.unique(region.writer[words]).tolist():
+            agent = int(table.entry[number])
+            owner = bisect.bisect_right(self._bases, agent) - 1
+            if not number or not int(table.mask[number]) & _ALIAS or owner in self._before.whole:
+                continue
+            known = self._shared.aliased.get(owner)
+            if known is None or known[agent - self._bases[owner]] < table.epoch[number]:
+                place = op.where() if op is not None else warp.place(warp.program.instruction(int(pcs[0])))
+                text = f"{warp} reads memory that was written through a multicast address, without fence.proxy.alias"
+                self.machine.report("missing_alias_fence", text, place, owner=self.place_of(number))
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

@@ -129,7 +129,8 @@ class Launches:
 
     Attributes:
         accesses: to global memory, of all of them. regions: shadows by the allocation's address.
-        words: by address / 4. fenced: by cluster, generic writes that some proxy fence has covered.
+        words: by address / 4. fenced: by cluster, generic writes that some proxy fence has covered; aliased: writes
+            through a multicast address that fence.proxy.alias, or a release or fence of .sys scope, has covered.
         members: clusters so far; bases: their first agents' numbers; count: of agents so far.
     """
 
@@ -138,6 +139,7 @@ class Launches:
         self.regions: dict[int, Any] = {}
         self.words: dict[int, Word] = {}
         self.fenced: Rows = {}
+        self.aliased: Rows = {}
         self.members: list[Member] = []
         self.bases: list[int] = []
         self.count = 0

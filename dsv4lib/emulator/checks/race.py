@@ -315,15 +315,15 @@ class Detector(Order):
             for word in {int(a) >> 2 for a in addresses}:
                 self._state(warp).flags.acquire(warp.cta.cluster, warp, opcode, word, self.far)
         actor = Actor(me, int(clocks.epoch[me]), clocks.of(warp))
-        self.far.lanes(warp, actor, addresses, np.full(len(lanes), pc), lanes, nbytes, write, strong)
+        self.far.lanes(warp, actor, addresses, np.full(len(lanes), pc), lanes, nbytes, write, strong, alias=True)
 
     def memory_fenced(self, warp: Warp, opcode: str) -> None:
         """Record a fence of the warp between generic accesses."""
         self._state(warp).flags.fenced(warp, reaches_devices(opcode) and self.machine.device is not None)
 
-    def fenced_global(self, warp: Warp) -> None:
-        """Record a proxy fence of the warp that covers global memory."""
-        self.far.fence(warp.cta.cluster, warp)
+    def fenced_global(self, warp: Warp, alias: bool = False) -> None:
+        """Record a proxy fence of the warp that covers global memory, for the async proxy or for other addresses."""
+        self.far.fence(warp.cta.cluster, warp, alias)
 
     def shared(self, cta: Cta, cells: Cells, write: bool) -> None:
         """Record an access to words of shared memory. It is the completing operation's, or the running warp's."""

@@ -183,6 +183,51 @@ def test_a_multicast_flag_has_a_scope(scope, schedule):
         assert {h.kind for h in gpus.hazards} == (set() if scope == "sys" else {SCOPE, RACE})
 
 
+ALIAS = "missing_alias_fence"
+
+
+@pytest.mark.parametrize(
+    ("between", "kinds"),
+    [
+        ("bar.sync 0;", {ALIAS}),
+        ("fence.proxy.alias; bar.sync 0;", set()),
+        ("bar.sync 0; fence.proxy.alias;", set()),
+        ("fence.acq_rel.gpu; bar.sync 0;", {ALIAS}),
+        ("fence.acq_rel.sys; bar.sync 0;", set()),
+        ("", {ALIAS, "race_global"}),
+    ],
+)
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_a_multicast_store_is_read_back_after_an_alias_fence(between, kinds, schedule):
+    """Warp 0 stores to all devices through the multicast address; warp 1 reads its device's part."""
+    body = (
+        "ld.param.u64 %rd1, [all]; ld.param.u64 %rd2, [own]; mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 0;"
+        "setp.eq.u32 %p2, %r1, 32; @%p1 multimem.st.weak.global.u32 [%rd1], 7;"
+    )
+    text = entry("u64 all, u64 own", f"{body} {between} @%p2 ld.global.u32 %r2, [%rd2];")
+    with emulator.devices(2, checks="race", shims=False, schedule=schedule) as gpus:
+        buffer = gpus.symmetric(16, np.uint32, "buffer")
+        gpus[0].launch(request(text, buffer.multicast, buffer[0], block=64))
+        gpus.synchronize()
+        found = {h.kind for h in gpus.hazards}
+    if not between:  # a read that comes first sees nothing of the store
+        assert "race_global" in found and found <= kinds
+        return
+    assert found == kinds
+
+
+def test_a_flag_of_all_devices_publishes_multicast_stores():
+    send = "ld.param.u64 %rd1, [all]; multimem.st.weak.global.u32 [%rd1+64], 7; {} 1;"
+    receive = "ld.param.u64 %rd1, [own];" + FLAG + "ld.global.u32 %r3, [%rd1+64];"
+    for flag in ("multimem.red.release.sys.global.add.u32 [%rd1],", "multimem.st.release.sys.global.u32 [%rd1],"):
+        with emulator.devices(2, checks="race", shims=False) as gpus:
+            buffer = gpus.symmetric(64, np.uint32, "buffer")
+            gpus[0].launch(request(entry("u64 all", send.format(flag)), buffer.multicast, block=1))
+            gpus[1].launch(request(entry("u64 own", receive), buffer[1], block=1))
+            gpus.synchronize()
+            assert not gpus.hazards
+
+
 def test_the_order_of_a_sum_over_devices_is_the_schedules():
     """multimem.ld_reduce promises no order, so a kernel must not rely on one rounding."""
     values = [np.float32(v) for v in (1.0, 1e8, -1e8)]
