@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4lib import emulator
-from dsv4lib.emulator.machine.policies import POLICIES
+from dsv4lib.emulator.machine.policies import POLICIES, make_policy
 from tests.emulator.driver.test_devices import RELAY, request
 from tests.emulator.launching import entry
 
@@ -299,3 +299,9 @@ def test_a_trace_has_what_crosses_devices_on_one_clock():
     assert rows[1][["what", "device", "nbytes"]].tolist() == [("store", 0, 4), ("atomic", 0, 4)]
     assert rows[0]["address"] == buffer[1].ctypes.data + 64
     assert times[1].max() < times[0].min()  # the flag comes before what waits for it
+
+
+@pytest.mark.parametrize("name", ["random", "adversarial"])
+def test_random_policies_form_sums_in_any_order(name):
+    policy = make_policy(name, np.random.default_rng(0))
+    assert len({tuple(policy.device_order(3)) for _ in range(60)}) == 6
