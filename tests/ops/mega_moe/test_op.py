@@ -64,11 +64,11 @@ def test_numbers(name):
 
 
 def test_budget_of_the_models():
-    """Both models on 8 ranks, decode and prefill: rows of 7168 leave the rings five stages, TMEM fits."""
+    """Both models on 8 ranks, decode and prefill: rows of 7168 leave the rings five stages or more, TMEM fits."""
     for experts, hidden, width in ((256, 4096, 2048), (384, 7168, 3072)):
         for tile in TILES:
             kernel = MegaMoe(8, experts, 4096, 6, hidden, width, tile)
-            assert kernel.stages >= 3 and kernel.first.tmem_columns <= 512
+            assert kernel.stages >= 5 and kernel.first.tmem_columns <= 512
             assert all(row.used <= row.limit for row in kernel.budget())
 
 
