@@ -66,6 +66,7 @@ from dsv4lib.ops.moe_gemm.sm100 import Operand
 
 DISPATCH_WARP = 6
 WARPS = 7
+TILES = (64, 128)
 THREADS = 32 * WARPS
 
 
@@ -102,10 +103,11 @@ class MegaMoe(Dispatch, Combine):
 
     Args:
         world, experts, max_tokens, topk, hidden, intermediate: of `Layout`.
-        tile_n: tokens of a tile, as of `moe_gemm`.
+        tile_n: tokens of a tile, one of `TILES`: their boxes and blocks of scales end where an expert's rows do. A
+            larger tile of `moe_gemm` would read rows of the next expert, which may still be arriving.
 
     Raises:
-        ConfigError: sizes that are not allowed, or that do not fit.
+        ConfigError: a value that is not allowed.
     """
 
     first_type, second_type = First, Second
@@ -120,13 +122,13 @@ class MegaMoe(Dispatch, Combine):
         intermediate: int = 256,
         tile_n: int = 64,
     ):
+        if tile_n not in TILES:
+            raise ConfigError("tile_n", tile_n, "one of " + ", ".join(map(str, TILES)))
         self.layout = layout = Layout(world, experts, max_tokens, topk, hidden, intermediate)
         self.before_words = layout.local * (world + 1)
         extra = SLOTS * self.slot_bytes + 8 * SLOTS + 4 * (self.before_words + layout.local)
         self.first, self.second = (kind(layout, extra, tile_n) for kind in (self.first_type, self.second_type))
         self.tile_n, self.stages = tile_n, self.first.stages
-        if self.stages < 2:
-            raise ConfigError("hidden", hidden, "rows of which 4 fit beside two stages of the rings")
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         one = self.layout

@@ -27,9 +27,9 @@ from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.mega_moe import arguments
 from dsv4lib.ops.mega_moe.buffer import SymmetricBuffer, Workspace
-from dsv4lib.ops.mega_moe.kernel import MegaMoe
+from dsv4lib.ops.mega_moe.kernel import TILES, MegaMoe
 from dsv4lib.ops.mega_moe.layout import GROUP, STEP, Layout
-from dsv4lib.ops.moe_gemm.op import TILES, largest
+from dsv4lib.ops.moe_gemm.op import largest
 from dsv4lib.ops.moe_gemm.operands import Operand, Pair, numbers
 
 ARCHS = ("sm_100a", "sm_103a")
