@@ -2,11 +2,14 @@
 
 The size of a scale's block can be written in two ways, ``.scale_vec::4X`` (scales per instruction) or ``.block16``
 (elements per scale). PTX ISA lists both; which target takes which is settled by assembling one instruction, with the
-ptxas that the DSL carries, for that target. Nothing runs.
+ptxas that the DSL carries, for that target. Nothing runs. ``python -m dsv4lib.dsl.block_scale_probe`` writes the
+answers to data/formats/block_scale_targets.csv, which a test compares with the assembler.
 """
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import cutlass
@@ -14,6 +17,9 @@ import cutlass.cute as cute
 
 from dsv4lib.dsl.compile import CompileError, compile_for
 
+TABLE = Path(__file__).resolve().parents[2] / "data" / "formats" / "block_scale_targets.csv"
+TARGETS = ("sm_100a", "sm_100f", "sm_103a")
+TAKEN = "takes it"
 KINDS = {  # kind -> variants of the block of a scale
     "mxf8f6f4": ("scale_vec::1X", "block32"),
     "mxf4": ("scale_vec::2X", "block32"),
@@ -70,3 +76,24 @@ def refusal(kind: str, block: str, arch: str, ctas: int = 1) -> str | None:
     if probe.opcode not in compiled.ptx or f".target {arch}" not in compiled.ptx:
         raise CompileError(f"{probe!r} is not in what was compiled for {arch}")
     return None
+
+
+def recorded() -> dict[tuple[str, str, str], str]:
+    """Read the committed answers: (kind, block, target) -> `TAKEN`, or what the assembler says."""
+    with TABLE.open() as file:
+        rows = list(csv.DictReader(file))
+    return {(row["kind"], row["block"], target): row[target] for row in rows for target in TARGETS}
+
+
+def write() -> None:
+    """Ask the assembler everything and write the table."""
+    with TABLE.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(("kind", "block", *TARGETS))
+        for kind, blocks in KINDS.items():
+            for block in blocks:
+                out.writerow((kind, block, *(refusal(kind, block, target) or TAKEN for target in TARGETS)))
+
+
+if __name__ == "__main__":
+    write()

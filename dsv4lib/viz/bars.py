@@ -60,7 +60,8 @@ def side_by_side(
             for i, (name, values) in enumerate(panel.parts.items()):
                 ax.barh(places, values, left=start, height=0.72, color=_shade(i), label=name, linewidth=0)
                 start = [a + b for a, b in zip(start, values, strict=True)]
-            box = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.07), "borderaxespad": 0.0}
+            below = -0.3 / (0.3 + 0.2 * len(names))  # of the axes: about 0.3 inches, past the numbers of the axis
+            box = {"loc": "upper left", "bbox_to_anchor": (0.0, below), "borderaxespad": 0.0}
             ax.legend(fontsize=7, ncols=-(-len(panel.parts) // 2), handlelength=1.0, columnspacing=1.0, **box)
         else:
             colours = [PALETTE[0] if mine else PALETTE[7] for mine in marked]

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dsv4lib.dsl.block_scale_probe import KINDS, BlockScaleProbe, refusal
+from dsv4lib.dsl.block_scale_probe import KINDS, TAKEN, TARGETS, BlockScaleProbe, recorded, refusal
 from dsv4lib.dsl.compile import CompileError, compile_for
 
 VARIANTS = [(kind, block) for kind, blocks in KINDS.items() for block in blocks]
-TARGETS = ("sm_100a", "sm_100f", "sm_103a")
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -26,6 +25,14 @@ def test_who_takes_what(kind, block, arch):
         assert f"Feature '.{block}' not supported on .target 'sm_100f'" in said
     else:
         assert said is None
+    assert recorded()[kind, block, arch] == (said or TAKEN), "run python -m dsv4lib.dsl.block_scale_probe"
+
+
+def test_the_committed_table_has_every_variant():
+    assert set(recorded()) == {(kind, block, target) for kind, block in VARIANTS for target in TARGETS}
+    assert sum(said != TAKEN for said in recorded().values()) == 4
+    assert recorded()["mxf4nvf4", "scale_vec::4X", "sm_100a"] == TAKEN  # the B200 has the instruction
+    assert "not supported on .target 'sm_100f'" in recorded()["mxf4nvf4", "scale_vec::4X", "sm_100f"]
 
 
 @pytest.mark.parametrize("block", ["scale_vec::4X", "block16"])

@@ -13,8 +13,10 @@ from dsv4lib.emulator.trace.trace import (
     MMAS,
     NAMED,
     OPS,
+    PEERS,
     SMEM,
     STATES,
+    STEPS,
     TMEM,
     Trace,
     pack_lanes,
@@ -38,7 +40,7 @@ def trace(*accesses):
         packed = pack_lanes(range(lane, lane + lanes))
         rows[i] = (i, i, 0, 0, 0, line, what, what != "ld", column, column + columns, packed)
     empty = [np.zeros(0, kind) for kind in (OPS, BOXES, MMAS)]
-    rest = [np.zeros(0, kind) for kind in (SMEM, MBARRIERS, NAMED, STATES, FENCES)]
+    rest = [np.zeros(0, kind) for kind in (SMEM, MBARRIERS, NAMED, STATES, FENCES, PEERS, STEPS)]
     lines, texts = np.array(list(OPCODES)), np.array(list(OPCODES.values()))
     executed = np.ones(len(lines), np.int64)
     return Trace(

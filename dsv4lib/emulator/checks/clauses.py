@@ -35,6 +35,7 @@ _KINDS = "checks/test_kinds.py::PAIRS[{}]"
 _RACES = "checks/test_race.py::TWINS[{}]"
 _GLOBAL = "checks/test_global.py::TWINS[{}]"
 _PHASES = "checks/test_phases.py::TWINS[{}]"
+_BETWEEN = "checks/test_between_devices.py::TWINS[{}]"
 _PEDANTIC = "checks/test_pedantic.py::TWINS[{}]"
 _DEPENDENT = "checks/test_dependent.py::TWINS[{}]"
 _TRAPS = "checks/test_gemm_traps.py::REPORTED[{}]"
@@ -150,6 +151,30 @@ CLAUSES = (
             _GLOBAL.format("a store and an atomic"),
             _GLOBAL.format("two writers"),
         ),
+    ),
+    Clause(
+        "a flag between devices whose scope ends at the device",
+        ("scope_between_devices",),
+        (
+            _BETWEEN.format("an atomic without scope counts arrivals of two devices"),
+            _BETWEEN.format("both devices add to one counter"),
+            "checks/test_between_devices.py::test_a_multicast_flag_has_a_scope",
+        ),
+    ),
+    Clause(
+        "data race between device and device",
+        ("race_between_devices",),
+        (
+            _BETWEEN.format("a bulk copy pulls what a peer has written"),
+            _BETWEEN.format("a bulk store pushes, and only its reading is complete"),
+            _BETWEEN.format("the flag before the data"),
+            "checks/test_between_devices.py::test_message_passing",
+        ),
+    ),
+    Clause(
+        "a read of what was written through a multicast address, without an alias fence",
+        ("missing_alias_fence",),
+        ("checks/test_between_devices.py::test_a_multicast_store_is_read_back_after_an_alias_fence",),
     ),
     Clause(
         "a programmatic dependent launch that does not wait for the launch before",

@@ -9,7 +9,10 @@ releases leaves the clock of its warp at the word, one that acquires takes over 
 What a warp learns of other clusters is numbered, and the number travels in its clock (`Clocks.OUTSIDE`), so barriers
 hand it on like everything else.
 
-In a group of devices a word may be handed on by launches that this shadow does not see: there all words are one.
+Launches that run at the same time, on several devices, share the shadows (launches.py). Between devices only accesses
+and fences of ``.sys`` scope order, and a word that two devices use, one of them without that scope, is reported as
+such: `scope_between_devices` if it is a flag to one of them, else `race_between_devices`. What multimem wrote through a
+multicast address is read through an ordinary one after fence.proxy.alias or a release or fence of ``.sys`` scope.
 
 In doubt this is silent: a word that only synchronises counts as ordering everything before it; of many readers two are
 remembered; the knowledge of a cluster only grows. What is reported is therefore unordered in the PTX memory model; if
@@ -25,26 +28,25 @@ import ctypes
 import dataclasses
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsv4lib.emulator.checks.clocks import CARRIED, Clocks, address_of
-from dsv4lib.emulator.checks.shadow import ALL_BYTES, Accesses, Actor, Fields, by_instruction
+from dsv4lib.emulator.checks.launches import Known, Launches, Member, Word, merge, reaches_devices
+from dsv4lib.emulator.checks.report import place_at
+from dsv4lib.emulator.checks.shadow import ALL_BYTES, Actor, Fields, by_instruction
 from dsv4lib.emulator.errors import Place
-from dsv4lib.emulator.machine.warp import name_of_warp
 from dsv4lib.emulator.native.race_log import SYNC, Area
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp
     from dsv4lib.emulator.machine.cta import Cluster
-    from dsv4lib.emulator.machine.request import Dim3
     from dsv4lib.emulator.machine.warp import Warp
     from dsv4lib.emulator.memory.gmem import Allocation, GlobalMemory
-    from dsv4lib.emulator.ptx.ir import Instr
 
-_ANY_WORD = -1  # stands for every word in a group of devices
+_SYS = 2 * SYNC  # bit of a strong access to shared memory of a group of devices: its scope reaches all of them
+_ALIAS = 4 * SYNC  # bit of an access through a multicast address
 _LARGE = 1 << 28  # words of an allocation whose shadow might be refused, although little of it will be touched
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux
 _RANGES = 1 << 14  # ranges that wait for the first write; more go into the shadow
@@ -121,63 +123,27 @@ class Region:
         self.latest[words] = ids
 
 
-@dataclass
-class _Word:
-    """Clocks left at a word by cluster; ``version`` changes with every one."""
+class GlobalRaces:
+    """Races in the global memory of one launch.
 
-    rows: dict[int, np.ndarray] = field(default_factory=dict)
-    version: int = 0
-
-
-class _Member:
-    """What is known about one cluster.
-
-    Attributes:
-        base: its entries have the agent numbers from here on.
-        learned: clocks of other clusters, by cluster, for every number of `Clocks.OUTSIDE`.
-        seen: version of each word at its last acquisition by a clock (its address).
-        kinds, agent_names: as those of `Clocks`, which lives as long as its cluster; ctas: ctaid of each.
+    Args:
+        machine: of the launch.
+        launches: what it shares with those that run at the same time; None: nothing runs beside it.
+        before: what it knows of them when it begins.
     """
 
-    def __init__(self, base: int, cluster: Cluster, clocks: Clocks):
-        self.base = base
-        self.kinds, self.agent_names = clocks.kinds, clocks.agent_names
-        self.ctas = [cta.ctaid for cta in cluster.ctas]
-        self._warps = len(clocks.all_warps)  # of all CTAs
-        self.learned: list[dict[int, np.ndarray]] = [{}]
-        self.seen: dict[tuple[int, int], int] = {}
-
-    def warp(self, entry: int) -> tuple[Dim3, int | None]:
-        """CTA and number of the warp of an entry; of another agent's, the first CTA."""
-        if entry >= self._warps:
-            return self.ctas[0], None
-        rank, warp = divmod(entry, self._warps // len(self.ctas))
-        return self.ctas[rank], warp
-
-    def name(self, entry: int) -> str:
-        """Of an entry."""
-        if entry >= self._warps:
-            return self.agent_names[entry - self._warps]
-        ctaid, warp = self.warp(entry)
-        return name_of_warp(warp, ctaid)
-
-
-class GlobalRaces:
-    """Races in the global memory of one launch."""
-
-    def __init__(self, machine: Any):
+    def __init__(self, machine: Any, launches: Launches | None = None, before: Known | None = None):
         self.machine = machine
-        self.accesses = Accesses()
-        self.regions: dict[int, Region] = {}
+        shared = self._shared = launches or Launches()
+        self.accesses, self.words, self.fenced = shared.accesses, shared.words, shared.fenced
+        self.regions: dict[int, Region] = shared.regions
+        self._members, self._bases = shared.members, shared.bases
+        self._before = before or Known()
+        self._mine: list[int] = []  # numbers of its clusters
         self.known: list[Region] = []  # of live allocations
-        self.listed = np.zeros(0, np.int64)  # their blocks, for native code
+        self.listed = np.zeros(0, np.int64)  # the blocks of those that native code may look at
         self._version = -1
-        self.words: dict[int, _Word] = {}
-        self.fenced: dict[int, np.ndarray] = {}  # by cluster: generic writes that some proxy fence has covered
-        self._members: list[_Member] = []
-        self._bases: list[int] = []
         self._found: dict[tuple[str, int, int], Any] = {}
-        self._count = 0
 
     @property
     def gmem(self) -> GlobalMemory:
@@ -186,62 +152,79 @@ class GlobalRaces:
 
     def started(self, cluster: Cluster, clocks: Clocks) -> None:
         """Begin a cluster."""
-        member = _Member(self._count, cluster, clocks)
-        self._count += clocks.size
-        cluster.race.member, cluster.race.base = len(self._members), member.base
-        self._bases.append(member.base)
-        self._members.append(member)
+        member = Member(self._shared.count, cluster, clocks, self.machine, self._before.partial)
+        cluster.race.member, cluster.race.base = self._shared.add(member, clocks.size), member.base
+        self._mine.append(cluster.race.member)
+
+    def ended(self) -> Known:
+        """End the launch: what one knows that begins after it."""
+        known = self._before.copy()
+        known.whole.update(self._mine)
+        for number in self._mine:
+            for other, row in self._members[number].ended().items():
+                merge(known.partial, other, row)
+        return known
+
+    def forget(self, start: int) -> None:
+        """Drop the shadow of an allocation that this launch gives back."""
+        self.regions.pop(start, None)
 
     # --- order ------------------------------------------------------------------------------------------------------
 
-    def acquire(self, cluster: Cluster, word: int, clock: np.ndarray) -> None:
+    def acquire(self, cluster: Cluster, word: int, clock: np.ndarray, wide: bool) -> None:
         """Acquire at a word the clocks that others may have left there.
 
         Args:
+            cluster: that acquires.
+            word: address / 4.
             clock: takes over what they left, the warp's own or what waits for a fence of it.
+            wide: with a scope that includes threads of other devices.
         """
-        word = self._key(word)
         left = self.words.get(word)
         if left is None:
             return
         number = cluster.race.member
         member = self._members[number]
-        key = address_of(clock), word
+        key = address_of(clock), word, wide
         if member.seen.get(key) == left.version:
             return
         member.seen[key] = left.version
         latest = member.learned[-1]
         new = dict(latest)
-        for other, row in left.rows.items():
-            if other == number:
-                np.maximum(clock, row, out=clock)
-            else:
-                _merge(new, other, row)
+        found = [left.near.get(member.device, {})]
+        if wide:
+            found += [rows for device, rows in left.far.items() if device != member.device]
+        for rows in found:
+            for other, row in rows.items():
+                if other == number:
+                    np.maximum(clock, row, out=clock)
+                else:
+                    merge(new, other, row)
         if any(new[other] is not latest.get(other) for other in new):
             member.learned.append(new)
         clock[:, Clocks.OUTSIDE] = len(member.learned) - 1
 
-    def _key(self, word: int) -> int:
-        return word if self.machine.device is None else _ANY_WORD
-
-    def release(self, cluster: Cluster, word: int, row: np.ndarray) -> None:
-        """Release a row of a clock at a word; the caller advances the warp's clock."""
+    def release(self, cluster: Cluster, word: int, row: np.ndarray, wide: bool) -> None:
+        """Release a row of a clock at a word; the caller advances the warp's clock. ``wide`` as of `acquire`."""
         number = cluster.race.member
         member = self._members[number]
-        left = self.words.setdefault(self._key(word), _Word())
-        _merge(left.rows, number, row.copy())
-        for other, known in member.learned[row[Clocks.OUTSIDE]].items():
-            _merge(left.rows, other, known)
+        left = self.words.setdefault(word, Word())
+        for rows in (left.near, left.far) if wide and member.device is not None else (left.near,):
+            into = rows.setdefault(member.device, {})
+            merge(into, number, row.copy())
+            for other, known in member.learned[row[Clocks.OUTSIDE]].items():
+                merge(into, other, known)
         left.version += 1
 
-    def fence(self, cluster: Cluster, warp: Warp) -> None:
-        """Publish to the async proxy all generic writes before this fence."""
+    def fence(self, cluster: Cluster, warp: Warp, alias: bool = False) -> None:
+        """Publish all writes before this fence to the async proxy, or else to accesses by other addresses."""
+        into = self._shared.aliased if alias else self.fenced
         number = cluster.race.member
         member = self._members[number]
         row = cluster.race.clocks.of(warp)[CARRIED]
-        _merge(self.fenced, number, row.copy())
+        merge(into, number, row.copy())
         for other, known in member.learned[row[Clocks.OUTSIDE]].items():
-            _merge(self.fenced, other, known)
+            merge(into, other, known)
 
     # --- accesses ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +238,8 @@ class GlobalRaces:
             region = self.regions[allocation.start] = Region(allocation)
         if region not in self.known:
             self.known.append(region)
-            self.listed = np.array([r.block.address for r in self.known], np.int64)
+            if not allocation.shared:
+                self.listed = np.append(self.listed, region.block.address)
         return region
 
     def current(self) -> bool:
@@ -276,8 +260,12 @@ class GlobalRaces:
         nbytes: int,
         write: bool,
         strong: bool,
+        alias: bool = False,
     ) -> None:
-        """Check accesses of single lanes: addresses (uint64), instructions, lane numbers."""
+        """Check accesses of single lanes: addresses (uint64), instructions, lane numbers.
+
+        ``alias``: through a multicast address.
+        """
         low, high = int(addresses.min()), int(addresses.max())
         region = self.region_of(low)
         if region is None:
@@ -285,10 +273,18 @@ class GlobalRaces:
         if high >> 2 >= region.base + region.words:  # several allocations
             inside = addresses < np.uint64(4 * (region.base + region.words))
             for part in (inside, ~inside):
-                self.lanes(warp, actor, addresses[part], pcs[part], lanes[part], nbytes, write, strong)
+                self.lanes(warp, actor, addresses[part], pcs[part], lanes[part], nbytes, write, strong, alias)
             return
-        for words, at, active_lanes, mask in region.split(addresses, pcs, lanes, nbytes):
-            self._touch(region, warp, actor, words, at, active_lanes, mask, write, strong)
+        parts: list[tuple[Any, int]] = [(slice(None), SYNC if strong else 0)]
+        if region.allocation.shared:  # instruction by instruction, because each has a scope
+            parts = [(pcs == pc, self._sync(warp, pc) if strong else 0) for pc in np.unique(pcs).tolist()]
+        for chosen, sync in parts:
+            for words, at, active_lanes, mask in region.split(addresses[chosen], pcs[chosen], lanes[chosen], nbytes):
+                self._touch(region, warp, actor, words, at, active_lanes, mask | sync | _ALIAS * alias, write)
+
+    def _sync(self, warp: Warp, pc: int) -> int:
+        """Bits of a strong access."""
+        return SYNC | (_SYS if reaches_devices(warp.program.instruction(pc).opcode) else 0)
 
     def fold(self, region: Region) -> None:
         """Enter the reads that wait into the shadow."""
@@ -305,18 +301,19 @@ class GlobalRaces:
             return
         if int(starts.max()) + nbytes > 4 * (region.base + region.words):
             return  # it leaves the allocation: for other checks
+        # Reductions of copies have no scope in PTX: two of them do not conflict.
+        mask = ALL_BYTES | (SYNC | _SYS if strong else 0)
         if not write and not region.written:
-            number = self._number(op.warp, actor, op.instr.index, ALL_BYTES, strong, op.lanes)
+            number = self._number(op.warp, actor, op.instr.index, mask, op.lanes)
             region.ranges.append((starts, nbytes, number))
             if len(region.ranges) > _RANGES:
                 self.fold(region)
             return
         words = words_of(starts, nbytes) - region.base
-        self._touch(region, op.warp, actor, words, None, None, ALL_BYTES, write, strong, op)
+        self._touch(region, op.warp, actor, words, None, None, mask, write, op)
 
-    def _number(self, warp: Warp, actor: Actor, pcs: Any, mask: int, strong: bool, lanes: Any = 0) -> int:
+    def _number(self, warp: Warp, actor: Actor, pcs: Any, mask: int, lanes: Any = 0) -> int:
         base = self._members[warp.cta.cluster.race.member].base
-        mask |= SYNC if strong else 0
         return self.accesses.add(base + actor.entry, actor.epoch, pcs, mask, lanes)
 
     def _touch(
@@ -329,24 +326,25 @@ class GlobalRaces:
         lanes: np.ndarray | None,
         mask: int,
         write: bool,
-        strong: bool,
         op: AsyncOp | None = None,
     ) -> None:
-        """Judge accesses to words of a region and note them."""
+        """Judge accesses to words of a region and note them. ``mask``: bytes of a word, SYNC, _SYS."""
         if write and not region.written:
             self.fold(region)
             region.block.values[Area.WRITTEN] = 1
         if pcs is None:
-            ids: Any = self._number(warp, actor, op.instr.index, mask, strong, op.lanes)
+            ids: Any = self._number(warp, actor, op.instr.index, mask, op.lanes)
         else:
             distinct, which, active = by_instruction(pcs, lanes)
-            number = self._number(warp, actor, distinct, mask, strong, active)
+            number = self._number(warp, actor, distinct, mask, active)
             ids = number if len(distinct) == 1 else number + which
         found = None
         if region.written:
-            found = self._judge(region, warp, actor, words, mask | (SYNC if strong else 0), write)
+            found = self._judge(region, warp, actor, words, mask, write)
             if not write and op is not None:
                 self._proxy(region, words, op)
+            if not write and region.allocation.shared and not mask & (_ALIAS | SYNC):
+                self._aliases(region, words, warp, op, pcs)
         if write:
             same = found is not None and found[2] == "write after write" and self._same(region, words, found[0], mask)
             region.writer[words] = ids
@@ -359,7 +357,7 @@ class GlobalRaces:
             pc = op.instr.index if op is not None else int(pcs[position])
             lane = None if lanes is None else int(lanes[position])
             address = 4 * (region.base + int(words[position]))
-            self._report(warp, op, pc, lane, actor, earlier, what, address, same)
+            self._report(warp, op, pc, lane, actor, earlier, what, address, same, bool(mask & SYNC))
 
     def _judge(
         self, region: Region, warp: Warp, actor: Actor, words: np.ndarray, mask: int, write: bool
@@ -392,14 +390,22 @@ class GlobalRaces:
         """Is the actor ordered after an access, or does it not conflict with it?"""
         table = self.accesses
         theirs = int(table.mask[number])
-        if not theirs & mask & ALL_BYTES or theirs & mask & SYNC:
+        if not theirs & mask & ALL_BYTES:
+            return True
+        if theirs & mask & SYNC and (theirs & mask & _SYS or self._device(number) == self.machine.device):
             return True
         return self.covers(warp, actor.clock[CARRIED], int(table.entry[number]), int(table.epoch[number]))
+
+    def _device(self, number: int) -> int | None:
+        """The device of an access."""
+        return self._members[bisect.bisect_right(self._bases, int(self.accesses.entry[number])) - 1].device
 
     def covers(self, warp: Warp, row: np.ndarray, agent: int, epoch: int) -> bool:
         """Tell whether a clock of the warp's cluster covers an agent's epoch."""
         number = warp.cta.cluster.race.member
         owner = bisect.bisect_right(self._bases, agent) - 1
+        if owner in self._before.whole:
+            return True
         if owner != number:
             known = self._members[number].learned[row[Clocks.OUTSIDE]].get(owner)
             if known is None:
@@ -424,12 +430,26 @@ class GlobalRaces:
             owner = bisect.bisect_right(self._bases, agent) - 1
             entry = agent - self._bases[owner]
             known = self.fenced.get(owner)
-            if self._members[owner].kinds[entry] != "warp":
+            if self._members[owner].kinds[entry] != "warp" or owner in self._before.whole:
                 continue
             if known is None or known[entry] < table.epoch[number]:
                 text = f"{op.label} reads global memory that {self._members[owner].name(entry)} wrote in this launch"
                 place, by = op.where(), self.place_of(number)
                 self.machine.report("missing_proxy_fence_global", text, place, owner=by)
+
+    def _aliases(self, region: Region, words: np.ndarray, warp: Warp, op: AsyncOp | None, pcs: Any) -> None:
+        """A weak read of what was written through a multicast address needs more than an order."""
+        table = self.accesses
+        for number in np.unique(region.writer[words]).tolist():
+            agent = int(table.entry[number])
+            owner = bisect.bisect_right(self._bases, agent) - 1
+            if not number or not int(table.mask[number]) & _ALIAS or owner in self._before.whole:
+                continue
+            known = self._shared.aliased.get(owner)
+            if known is None or known[agent - self._bases[owner]] < table.epoch[number]:
+                place = op.where() if op is not None else warp.place(warp.program.instruction(int(pcs[0])))
+                text = f"{warp} reads memory that was written through a multicast address, without fence.proxy.alias"
+                self.machine.report("missing_alias_fence", text, place, owner=self.place_of(number))
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -444,8 +464,14 @@ class GlobalRaces:
         what: str,
         address: int,
         same: bool,
+        strong: bool,
     ) -> None:
-        kind = "race_global_same_value" if same else "race_global"
+        device = self._device(earlier)
+        if device != self.machine.device:
+            flag = strong or int(self.accesses.mask[earlier]) & SYNC
+            kind = "scope_between_devices" if flag else "race_between_devices"
+        else:
+            kind = "race_global_same_value" if same else "race_global"
         key = kind, pc, int(self.accesses.pc[earlier])
         if key in self._found:
             self._found[key].count += 1
@@ -457,9 +483,13 @@ class GlobalRaces:
         agent = int(self.accesses.entry[earlier])
         owner = bisect.bisect_right(self._bases, agent) - 1
         theirs = self._members[owner].name(agent - self._bases[owner])
+        if device != self.machine.device:
+            mine, theirs = f"{mine} of device {self.machine.device}", f"{theirs} of device {device}"
         allocation = self.gmem.find(address)
         where = f"{address - allocation.start:#x} of {allocation.label}" if allocation else f"{address:#x}"
         text = f"{what} in global memory at {where}: {mine} is not ordered after {theirs}"
+        if kind == "scope_between_devices":
+            text += f" and does not synchronise with it: {self._scopes(place, self.place_of(earlier))}"
         found = self.machine.report(
             kind, text, place, owner=self.place_of(earlier), address=address, order=what, same_value=same
         )
@@ -468,20 +498,23 @@ class GlobalRaces:
 
     def place_of(self, number: int) -> Place:
         """Make the place of an access."""
-        program, table = self.machine.program, self.accesses
-        instr: Instr = program.instruction(int(table.pc[number]))
+        table = self.accesses
         agent = int(table.entry[number])
         owner = bisect.bisect_right(self._bases, agent) - 1
-        ctaid, warp = self._members[owner].warp(agent - self._bases[owner])
-        return Place(
-            kernel=program.kernel.name,
-            ptx_line=instr.line,
-            ptx=instr.text,
-            python=program.python_line(instr),
-            cta=ctaid,
-            warp=warp,
-            lanes=int(table.lanes[number]),
-        )
+        member = self._members[owner]
+        ctaid, warp = member.warp(agent - self._bases[owner])
+        return place_at(member.program, int(table.pc[number]), ctaid, warp, int(table.lanes[number]), member.device)
+
+    @staticmethod
+    def _scopes(*places: Place) -> str:
+        """Which of two instructions is weak, or has a scope that ends at its device."""
+        wrong = [p.ptx for p in places if not reaches_devices(opcode_of(p.ptx))]
+        return " and ".join(f"`{text}` is weak or narrower than .sys" for text in wrong)
+
+
+def opcode_of(ptx: str) -> str:
+    """Get the opcode of an instruction's text, without its predicate."""
+    return next(word for word in ptx.split() if not word.startswith(("@", "{"))).rstrip(";")
 
 
 def _zeros(words: int) -> np.ndarray:
@@ -495,12 +528,3 @@ def _zeros(words: int) -> np.ndarray:
 def words_of(starts: np.ndarray, nbytes: int) -> np.ndarray:
     """Number the whole words of ranges of equal length that begin at words, int64."""
     return ((starts >> 2)[:, None] + np.arange(nbytes // 4)).reshape(-1)
-
-
-def _merge(rows: dict[int, np.ndarray], number: int, row: np.ndarray) -> None:
-    """Note a cluster's clock; arrays in ``rows`` are shared and never changed."""
-    old = rows.get(number)
-    if old is None:
-        rows[number] = row
-    elif old is not row and (row > old).any():
-        rows[number] = np.maximum(old, row)

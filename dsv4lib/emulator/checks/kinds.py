@@ -154,6 +154,16 @@ _TABLE = (
      "two accesses to global memory, at least one a write, that no synchronisation orders",
      "a barrier within the CTA or cluster; between CTAs an atomic, release and acquire at a flag; wait_group (without "
      ".read) before handing on what a bulk store wrote"),
+    ("scope_between_devices", ERROR, "race",
+     "two devices synchronise by a word of memory, and one of the accesses is weak or of a scope narrower than .sys",
+     ".sys scope on both sides (.gpu, the default of atom and red, ends at the device); the same for their fences"),
+    ("race_between_devices", ERROR, "race",
+     "two devices access a word of memory, at least one writes it, and no synchronisation orders them",
+     "release and acquire at a flag with .sys scope, fences included; wait_group (without .read) before the flag"),
+    ("missing_alias_fence", ERROR, "race",
+     "memory that multimem wrote through a multicast address is read through an ordinary one, ordered after it by a "
+     "barrier or a narrow scope alone",
+     "fence.proxy.alias between the write and the barrier, or a release and an acquire of .sys scope"),
     ("race_shared_same_value", LINT, "race",
      "two writes to shared memory that no synchronisation orders leave the same bytes",
      "let one warp write; compilers that copy a value to several warps let all of them store it"),

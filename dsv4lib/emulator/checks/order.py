@@ -159,8 +159,8 @@ class Order:
     def memory_fenced(self, warp: Warp) -> None:
         """Record a fence of the warp between generic accesses."""
 
-    def fenced_global(self, warp: Warp) -> None:
-        """Record a proxy fence of global memory."""
+    def fenced_global(self, warp: Warp, alias: bool = False) -> None:
+        """Record a proxy fence of global memory; ``alias``: between addresses of the same memory."""
 
     def shared(self, cta: Cta, cells: Any, write: bool) -> None:
         """Record an access to shared memory."""

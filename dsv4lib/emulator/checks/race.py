@@ -22,11 +22,13 @@ import numpy as np
 from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import Flags
+from dsv4lib.emulator.checks.flags import Flags, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
+from dsv4lib.emulator.checks.launches import reaches_devices
 from dsv4lib.emulator.checks.order import MARK, Order, OrderState
 from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.phases import Phases
+from dsv4lib.emulator.checks.report import place_at
 from dsv4lib.emulator.checks.shadow import (
     ALL_BYTES,
     Accesses,
@@ -99,7 +101,7 @@ class Detector(Order):
         self._log = self._buffer[8:].view(LOG)
         self._found: dict[tuple[str, int, int], Any] = {}
         self._phases = Phases(machine)
-        self.far = GlobalRaces(machine)
+        self.far = GlobalRaces(machine, machine.launches, machine.known)
         self._dependence = Dependence(machine, machine.before)
         self._stamps = np.zeros(KEYS * len(machine.program.instructions), np.int64)
         self._block = Fields(Launch)
@@ -297,20 +299,31 @@ class Detector(Order):
         self._dependence.ranges(self._state(op.warp).clocks, op, starts, nbytes, write)
         self.far.ranges(op, actor, starts, nbytes, write, reduces)
 
-    def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
-        """Record the issue of a global release store or reduction (st.async, red.async)."""
-        clocks = self._state(warp).clocks
+    def global_release(self, warp: Warp, addresses: np.ndarray, opcode: str) -> None:
+        """Record the issue of a global release store or reduction (st.async, red.async, multimem)."""
+        state, cluster = self._state(warp), warp.cta.cluster
         for word in {int(a) >> 2 for a in addresses}:
-            self.far.release(warp.cta.cluster, word, clocks.of(warp)[CARRIED])
-        clocks.tick(warp)
+            state.flags.release(cluster, warp, opcode, word, self.far)
+        state.clocks.tick(warp)
 
-    def memory_fenced(self, warp: Warp) -> None:
+    def global_lanes(self, warp: Warp, addresses: np.ndarray, nbytes: int, write: bool, strong: bool) -> None:
+        """Record an access of the running warp's active lanes that is not in the log."""
+        clocks, lanes, pc = self._state(warp).clocks, warp.lanes(), warp.words[PC]
+        me = warp.agent - clocks.first_agent
+        if strong and not write:
+            opcode = warp.program.instruction(pc).opcode
+            for word in {int(a) >> 2 for a in addresses}:
+                self._state(warp).flags.acquire(warp.cta.cluster, warp, opcode, word, self.far)
+        actor = Actor(me, int(clocks.epoch[me]), clocks.of(warp))
+        self.far.lanes(warp, actor, addresses, np.full(len(lanes), pc), lanes, nbytes, write, strong, alias=True)
+
+    def memory_fenced(self, warp: Warp, opcode: str) -> None:
         """Record a fence of the warp between generic accesses."""
-        self._state(warp).flags.fenced(warp)
+        self._state(warp).flags.fenced(warp, reaches_devices(opcode) and self.machine.device is not None)
 
-    def fenced_global(self, warp: Warp) -> None:
-        """Record a proxy fence of the warp that covers global memory."""
-        self.far.fence(warp.cta.cluster, warp)
+    def fenced_global(self, warp: Warp, alias: bool = False) -> None:
+        """Record a proxy fence of the warp that covers global memory, for the async proxy or for other addresses."""
+        self.far.fence(warp.cta.cluster, warp, alias)
 
     def shared(self, cta: Cta, cells: Cells, write: bool) -> None:
         """Record an access to words of shared memory. It is the completing operation's, or the running warp's."""
@@ -400,24 +413,29 @@ class Detector(Order):
 
     def drain(self, warp: Warp) -> None:
         """Judge what the warp's native code has logged since the last call."""
-        n = self.pending[0]
-        self.pending[0] = 0
+        n, self.pending[0] = self.pending[0], 0
         state = self._state(warp)
         self._dependence.logged(state.clocks, warp, self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return
         entries = self._log[:n]
+        if self.machine.trace is not None and self.machine.device is not None:
+            trace_far(warp, entries)
         code = entries["code"]
         strong = code & (STRONG | COUNTS) == STRONG
-        ordering = strong.any()
-        order = warp.cta.cluster, warp
-        if ordering:
-            state.flags.access(*order, entries[strong & (code & READ != 0)], self.far, acquire=True)
-        if known == LEFT or self._known(state, warp, n, True) == LEFT:
-            self._plain(state, warp, entries)
-        if ordering:
-            state.flags.access(*order, entries[strong & (code & WRITE != 0)], self.far, acquire=False)
+        apart = self.machine.device is not None  # between devices the order of data and flags is that of the program
+        for part in segments(strong) if apart else (slice(None),):
+            some, orders = entries[part], strong[part]
+            ordering = orders.any()
+            if ordering:
+                reads = some[orders & (code[part] & READ != 0)]
+                state.flags.access(warp.cta.cluster, warp, reads, self.far, acquire=True)
+            if apart or known == LEFT or self._known(state, warp, n, True) == LEFT:
+                self._plain(state, warp, some)
+            if ordering:
+                writes = some[orders & (code[part] & WRITE != 0)]
+                state.flags.access(warp.cta.cluster, warp, writes, self.far, acquire=False)
 
     def _known(self, state: _State, warp: Warp, n: int, ordered: bool) -> int:
         """Let native code note ``n`` accesses in the log if nothing speaks against any of them (race_log.py)."""
@@ -425,8 +443,8 @@ class Detector(Order):
         for table in (near, far.accesses):
             table.reserve(16 * n)
         fields = self._block.values
-        if not far.current() or fields[Launch.COUNT] != len(far.known):
-            fields[Launch.REGIONS], fields[Launch.COUNT] = far.listed.ctypes.data, len(far.known)
+        if not far.current() or fields[Launch.COUNT] != len(far.listed):
+            fields[Launch.REGIONS], fields[Launch.COUNT] = far.listed.ctypes.data, len(far.listed)
         me = warp.agent - state.clocks.first_agent
         access = self._block.address, state.block.address, me, n, ordered
         result = self._judge(*access)
@@ -577,15 +595,6 @@ class Detector(Order):
 
     def _owner(self, cta: Cta, clocks: Clocks, entry: int, pc: int, lanes: int) -> Place:
         """The place of the earlier access."""
-        program = self.machine.program
-        instr = program.instruction(pc)
         warp = clocks.all_warps[entry] if entry < len(clocks.all_warps) else None
-        return Place(
-            kernel=program.kernel.name,
-            ptx_line=instr.line,
-            ptx=instr.text,
-            python=program.python_line(instr),
-            cta=cta.ctaid if warp is None else warp.cta.ctaid,
-            warp=None if warp is None else warp.warp_id,
-            lanes=lanes,
-        )
+        at = (cta.ctaid, None) if warp is None else (warp.cta.ctaid, warp.warp_id)
+        return place_at(self.machine.program, pc, *at, lanes)

@@ -55,6 +55,13 @@ class Hazard:
         return f"{self.kind}{level}: {self.message}{times}{where}{against}"
 
 
+def place_at(program: Any, pc: int, cta: Any, warp: int | None, lanes: int, device: int | None = None) -> Place:
+    """Make the place of an access by the number of its instruction."""
+    instr = program.instruction(pc)
+    python = program.python_line(instr)
+    return Place(program.kernel.name, instr.line, instr.text, python, cta, warp, lanes, device)
+
+
 def _line(place: Place | None) -> int:
     return place.ptx_line if place else 0
 

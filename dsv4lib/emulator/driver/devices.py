@@ -18,7 +18,7 @@ one that touches it faults. Checks and traces are those of each device's own lau
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from dsv4lib.emulator.checks import Hazard
 from dsv4lib.emulator.driver import arguments, device
 from dsv4lib.emulator.driver.device import Device
 from dsv4lib.emulator.driver.multi_device import LaunchQueues
+from dsv4lib.emulator.driver.rank_faults import DROPPED, KINDS, RankFault
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.machine.cta import aligned_zeros
 from dsv4lib.emulator.memory.gmem import Multicast
@@ -56,8 +57,9 @@ class Symmetric:
         targets = tuple(part.ctypes.data for part in self._parts)
         for gpu in group:
             for i, part in enumerate(self._parts):
-                gpu.gmem.register_array(part, f"{label} of device {i}")
-            gpu.gmem.add_multicast(Multicast(self._window.ctypes.data, self._nbytes, label, targets))
+                gpu.gmem.register(part.ctypes.data, part.nbytes, f"{label} of device {i}", owner=part, device=i)
+            window = Multicast(self._window.ctypes.data, self._nbytes, label, targets, self._window)
+            gpu.gmem.add_multicast(window)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -171,6 +173,26 @@ class Devices:
         """
         self.queues.run()
 
+    def inject(self, index: int, kind: str, after: int | None = None) -> None:
+        """Inject a fault of a device into the launches from here on (rank_faults.py).
+
+        Args:
+            index: of the device.
+            kind: ``late``, ``empty`` or ``dropped``; ``none`` takes the device's fault back.
+            after: warp-instructions; see `rank_faults.RankFault`. ``dropped`` needs it.
+
+        Raises:
+            ArgumentError: a bad argument.
+        """
+        index = self.number(index)
+        arguments.one_of("kind", kind, ("none", *KINDS))
+        if after is not None or kind == DROPPED:
+            arguments.whole("after", after, 0)
+        if kind == "none":
+            self.queues.faults.pop(index, None)
+        else:
+            self.queues.faults[index] = RankFault(kind, after)
+
     def hold(self) -> list[Any]:
         """Hold references to the memory that a queued launch may use."""
         return [gpu.memory.hold() for gpu in self]
@@ -190,13 +212,20 @@ class Devices:
 
 @contextmanager
 def devices(
-    count: int, arch: str = "sm_100a", *, shims: bool = True, default_device: str = "cuda", **settings: Any
+    count: int,
+    arch: str = "sm_100a",
+    *,
+    shims: bool = True,
+    default_device: str = "cuda",
+    faults: Mapping[int, tuple[str, int | None]] | None = None,
+    **settings: Any,
 ) -> Iterator[Devices]:
     """Make ``count`` emulated devices of one architecture, device 0 the current one.
 
     Args:
         count: 1 to 64.
         arch, shims, default_device, settings: as for `device`; each device has its own random numbers.
+        faults: injected ones by device: kind and ``after`` of `Devices.inject`.
 
     Raises:
         ArgumentError: a bad argument. BackendUnavailable: CUDA is already initialised in this process.
@@ -206,5 +235,7 @@ def devices(
     for i, gpu in enumerate(members):
         gpu.settings = replace(gpu.settings, seed=gpu.settings.seed + i)
     group = Devices(members)
+    for index, (kind, after) in (faults or {}).items():
+        group.inject(index, kind, after)
     with device.entered(members[0], shims, default_device):
         yield group

@@ -2,7 +2,8 @@
 
 A kernel may wait for a flag that a kernel on another device sets, so a launch on a device of a group is only queued;
 `LaunchQueues.run` then interleaves all of them until every queue is empty. The order within a stream is kept and events
-order streams; everything else is the policy's choice, as between the warps of one launch.
+order streams; everything else is the policy's choice, as between the warps of one launch. The same order is what the
+race detectors of the launches know of each other. Faults of devices (rank_faults.py) are injected here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dsv4lib.emulator.checks.launches import Known, Launches
+from dsv4lib.emulator.checks.race import Detector
+from dsv4lib.emulator.driver.rank_faults import DROPPED, EMPTY, LATE, RankFault
 from dsv4lib.emulator.errors import Deadlock, EmulatorError
 from dsv4lib.emulator.machine import machine
 from dsv4lib.emulator.machine.livelock import Watch
@@ -28,9 +32,13 @@ _BURST = 64  # slices that the others get when a launch that ran alone makes no 
 
 @dataclass(eq=False)
 class Mark:
-    """An event: what has been queued on a stream up to a point. ``reached`` once all of that has run."""
+    """An event: what has been queued on a stream up to a point.
+
+    ``reached`` once all of that has run; ``known``: what the stream knew of other launches then.
+    """
 
     reached: bool = False
+    known: Known = field(default_factory=Known)
 
 
 @dataclass
@@ -46,10 +54,24 @@ class _Queued:
 
 @dataclass
 class _Streams:
-    """Queues by stream, and the launch that each of them runs."""
+    """Queues by stream, and the launch that each of them runs.
+
+    Attributes:
+        dropped: launches that an injected fault has stopped. launches, known: for the race detectors, by stream.
+        late: devices whose launches wait; ran: warp-instructions of launches that have ended.
+    """
 
     queues: dict[Stream, deque[_Queued]] = field(default_factory=dict)
     running: dict[Stream, tuple[_Queued, machine.Machine]] = field(default_factory=dict)
+    dropped: dict[Stream, tuple[_Queued, machine.Machine]] = field(default_factory=dict)
+    launches: Launches = field(default_factory=Launches)
+    known: dict[Stream, Known] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    ran: int = 0
+
+    def executed(self) -> int:
+        """Count the warp-instructions so far."""
+        return self.ran + sum(launch.time for _, launch in self.running.values())
 
 
 class LaunchQueues:
@@ -59,9 +81,13 @@ class LaunchQueues:
         schedule: policy by name (policies.py) that picks the next launch: round robin over devices, one as long as it
             makes progress, or any.
         seed: of the random policies.
+
+    Attributes:
+        faults: injected ones, by device.
     """
 
     def __init__(self, schedule: str, seed: int):
+        self.faults: dict[int, RankFault] = {}
         self._policy = _ORDERS[schedule]
         self._random = random.Random(seed)
         self._streams = _Streams()
@@ -102,29 +128,72 @@ class LaunchQueues:
         """
         streams, self._streams = self._streams, _Streams()  # what is queued from here on is the next run's
         running = streams.running
+        streams.late = {device for device, fault in self.faults.items() if fault.kind == LATE}
         watch, slices = Watch(), self._policy(streams, self._random)
         try:
             with fpenv.ieee():
-                while _begin(streams):
+                while self._begin(streams):
                     stream = next(slices)
                     item, launch = running[stream]
-                    launch.scheduler.step()
-                    if launch.scheduler.running:
-                        watch.look(launch, [m for _, m in running.values()])
-                    else:
+                    if self._drop(streams, stream):
+                        continue
+                    launch.ahead = streams.executed() - launch.time
+                    launch.scheduler.step(self._limit(stream[0]))
+                    if not launch.scheduler.running:
                         self._finish(streams, stream)
-            if any(streams.queues.values()):
+                    elif not self._release_late(streams):
+                        watch.look(launch, [m for _, m in running.values()])
+            if any(queue for stream, queue in streams.queues.items() if stream not in streams.dropped):
                 raise Deadlock("deadlock: streams wait for events that are recorded on none of them")
         except EmulatorError as error:
             _explain(error, [m for _, m in running.values()])
+            if isinstance(error, Deadlock):
+                error.args = ("\n".join([str(error), *self._absent(streams)]),)
             raise
         finally:
-            for item, launch in running.values():
+            for item, launch in (*running.values(), *streams.dropped.values()):
                 _leave(item.device, launch)
+
+    def _limit(self, device: int) -> int | None:
+        """Warp-instructions after which the launches of a device stop; None: they do not."""
+        fault = self.faults.get(device)
+        return fault.after if fault is not None and fault.kind == DROPPED else None
+
+    def _drop(self, streams: _Streams, stream: Stream) -> bool:
+        """Stop a launch of a device that an injected fault drops, once it has executed enough."""
+        limit = self._limit(stream[0])
+        if limit is None or streams.running[stream][1].time < limit:
+            return False
+        streams.dropped[stream] = streams.running.pop(stream)
+        return True
+
+    def _release_late(self, streams: _Streams) -> bool:
+        """Let the launches of late devices begin: the others have executed enough, or only spin."""
+        running = [launch for _, launch in streams.running.values()]
+        if not streams.late or not all(launch.scheduler.fruitless for launch in running):
+            executed = streams.executed()
+            due = {d for d in streams.late if (after := self.faults[d].after) is not None and executed >= after}
+        else:
+            due = set(streams.late)
+        streams.late -= due
+        return bool(due)
+
+    def _absent(self, streams: _Streams) -> list[str]:
+        """List the devices on which nothing runs, for the report of a deadlock; and the injected faults."""
+        lines = ["  " + fault.describe(device) for device, fault in self.faults.items()]
+        busy = {device for device, _ in streams.running} | set(self.faults)
+        group = {item.device.index: item.device for item, _ in streams.running.values()}
+        for device in next(iter(group.values())).group if group else ():
+            if device.index not in busy:
+                lines.append(f"  device {device.index}: nothing runs, {len(device.launches)} launches have ended")
+        return lines
 
     def _finish(self, streams: _Streams, stream: Stream) -> None:
         item, launch = streams.running[stream]
         result = launch.end()
+        streams.ran += launch.time
+        if isinstance(launch.race, Detector):
+            streams.known[stream] = launch.race.far.ended()
         del streams.running[stream]
         _leave(item.device, launch)
         if launch.trace is not None:
@@ -134,26 +203,36 @@ class LaunchQueues:
     def _add(self, device: DeviceView, stream: int, item: _Queued) -> None:
         self._streams.queues.setdefault((device.index, stream), deque()).append(item)
 
+    def _begin(self, streams: _Streams) -> bool:
+        """Start what is at the head of its stream; pass events. False if nothing runs then."""
+        moved = True
+        while moved:
+            moved = False
+            for stream, queue in streams.queues.items():
+                while queue and stream not in streams.running and stream not in streams.dropped:
+                    item = queue[0]
+                    late = item.request is not None and stream[0] in streams.late
+                    if late or item.wait is not None and not item.wait.reached:
+                        break
+                    queue.popleft()
+                    moved = True
+                    self._enter(streams, stream, item)
+            if not moved and not streams.running and streams.late:
+                streams.late, moved = set(), True
+        return bool(streams.running)
 
-def _begin(streams: _Streams) -> bool:
-    """Start what is at the head of its stream; pass events. False if nothing runs then."""
-    moved = True
-    while moved:
-        moved = False
-        for stream, queue in streams.queues.items():
-            while queue and stream not in streams.running:
-                item = queue[0]
-                if item.wait is not None and not item.wait.reached:
-                    break
-                queue.popleft()
-                moved = True
-                if item.record is not None:
-                    item.record.reached = True
-                elif item.request is not None:
-                    launch = machine.prepare(item.request, item.device)
-                    streams.running[stream] = item, launch
-                    launch.begin()
-    return bool(streams.running)
+    def _enter(self, streams: _Streams, stream: Stream, item: _Queued) -> None:
+        """Pass an event, or begin a launch."""
+        known = streams.known.setdefault(stream, Known())
+        fault = self.faults.get(stream[0])
+        if item.record is not None:
+            item.record.reached, item.record.known = True, known.copy()
+        elif item.wait is not None:
+            known.add(item.wait.known)
+        elif item.request is not None and (fault is None or fault.kind != EMPTY):
+            launch = machine.prepare(item.request, item.device, streams.launches, known)
+            streams.running[stream] = item, launch
+            launch.begin()
 
 
 def _leave(device: DeviceView, launch: machine.Machine) -> None:

@@ -373,7 +373,7 @@ def fence(warp: Warp, instr: Instr, form: Form) -> None:
     """Order generic accesses. Proxy fences are elsewhere."""
     race = warp.cta.machine.race
     if race is not None and not instr.opcode.startswith("fence.mbarrier_init"):
-        race.memory_fenced(warp)
+        race.memory_fenced(warp, instr.opcode)
 
 
 @isa.service(

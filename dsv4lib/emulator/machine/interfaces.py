@@ -15,13 +15,15 @@ class MachineView(Protocol):
     """One launch as its parts see it.
 
     Attributes:
-        time: warp-instructions executed. device: number of the device, None where there is only one.
+        time: warp-instructions executed; ahead: by other launches that run at the same time.
+        device: number of the device, None where there is only one.
         gmem: global memory. program: the lowered kernel. scheduler: of its warps. clusters: resident ones.
         race: the race detector, or None. trace: the recorder, or None. stats: counters by name.
         grid: CTAs in x, y, z. smem_bytes: of a CTA. param_address: of the kernel's parameters.
     """
 
     time: int
+    ahead: int
     device: int | None
     gmem: Any
     program: Any

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dsv4lib.emulator.errors import Deadlock, MemoryFault
+from dsv4lib.emulator.machine.awaited import awaited
 from dsv4lib.emulator.machine.interfaces import MachineView
 from dsv4lib.emulator.machine.warp import GROUP, GROUP_MASK, GROUP_PC, GROUPS, MASK, PC, Warp
 from dsv4lib.emulator.memory.addressing import is_local, is_shared
@@ -29,6 +30,7 @@ from dsv4lib.emulator.ptx.ir import Instr, Memory
 FIRST = 8  # fruitless rounds (scheduler) of every launch before the first look; then twice as many, and so on
 _SLICES = 64  # that a look lasts, for every warp that can run
 _LONGEST = 20_000  # instructions of a loop
+SLEEPS = "nanosleep"  # reason of a wait that ends by itself
 _SHOWN = 16  # warps of a launch that the report names
 # Loops of these and of instructions without a memory operand leave memory as it is. A compare-and-swap that succeeds
 # changes it, which the comparison of memory shows.
@@ -177,8 +179,13 @@ def loop_of(warp: Warp, silence: _Silence) -> list[Instr]:
     pcs: set[int] = set()
     for _ in range(_LONGEST):
         pcs.add(warp.words[PC])
-        if silence.broken_by(warp) or warp.exited or warp.block is not None:
+        if silence.broken_by(warp) or warp.exited:
             return []
+        if warp.block is not None:
+            waits = [parked.block for parked in warp.parked] or [warp.block]  # of the lane groups
+            if all(block.reason != SLEEPS for block in waits):
+                return []
+            warp.cta.machine.scheduler.wake()  # a sleep in a loop ends, whatever happens
         if state_of(warp) == start:
             return [warp.program.instruction(i) for i in sorted(pcs)]
     return []
@@ -217,7 +224,7 @@ def polled(loop: Sequence[Instr]) -> Instr:
 
 
 def values(warp: Warp, loop: Sequence[Instr]) -> list[str]:
-    """List what the loads of a loop read: address, value, allocation; one line each."""
+    """List what the loads of a loop read: address, value, allocation, the value that ends it; one line each."""
     out: list[str] = []
     words = warp.words
     mask, words[MASK] = words[MASK], words[GROUP]
@@ -228,7 +235,9 @@ def values(warp: Warp, loop: Sequence[Instr]) -> list[str]:
         addresses = warp.address(memory)[warp.lanes()]
         if not len(addresses) or is_shared(addresses).any() or is_local(addresses).any():
             continue
+        until = awaited(warp, loop, instr)
         text = _value(warp.cta.machine, int(addresses[0]), 8 if instr.opcode.endswith("64") else 4)
+        text += f"; waits {until}" if until else ""
         if text not in out:
             out.append(text)
     words[MASK] = mask

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
+from dsv4lib.emulator.checks.launches import Known, Launches
 from dsv4lib.emulator.checks.order import Order
 from dsv4lib.emulator.checks.race import Detector
 from dsv4lib.emulator.checks.report import Hazard
@@ -49,10 +51,13 @@ class Machine:
         rng: seeded numpy generator; all randomness of a run comes from it.
         stats: counts by name.
         time: logical time: warp-instructions executed so far.
+        ahead: what to add to it for a time that is common to all devices: what the other launches have executed.
         events: bumped by everything that could unblock a warp: every service does.
         progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
         before: global memory of the launches that a programmatic dependent launch may overlap, the latest first.
+        launches: what the race detectors of launches that run at the same time share; None: nothing runs beside it.
+        known: what it knows of them when it begins.
         race: the order between warps, and with CHECK_RACE the race detector; None = off.
         device: number of the device where there are several, else None.
         scheduler: from `begin` on.
@@ -70,6 +75,8 @@ class Machine:
         units: Any = None,
         device: int | None = None,
         before: tuple[GlobalRaces, ...] = (),
+        launches: Launches | None = None,
+        known: Known | None = None,
     ):
         self.program, self.request, self.gmem = program, request, gmem
         self.settings = settings or Settings()
@@ -80,7 +87,7 @@ class Machine:
         self.trace = Recorder(self) if trace else None
         self.rng = np.random.default_rng(self.settings.seed)
         self.stats: Counter[str] = Counter()
-        self.time = 0
+        self.time = self.ahead = 0
         self.events = 0
         self.progress = 0
         self.hazards: dict[tuple[str, int, int], Hazard] = {}
@@ -97,6 +104,7 @@ class Machine:
         self.grid_workspace = self._workspace.ctypes.data if len(self._workspace) else 0
         self.units = AsyncUnits(self) if units is None else units
         checks = self.settings.native_checks
+        self.launches, self.known = launches, known
         self.before = before if request.attributes.get("programmatic") else ()
         self.race = Detector(self) if checks & CHECK_RACE else Order(self) if checks & CHECK_PROXY else None
         self.queue = self._clusters_to_run()
@@ -107,6 +115,10 @@ class Machine:
         """Signal progress of the launch to the scheduler. An arrival, a completion, an exit."""
         self.events += 1
         self.progress += 1
+
+    def device_order(self, count: int) -> Sequence[int]:
+        """Choose in which order a sum over ``count`` devices is formed; ascending before `begin`."""
+        return range(count) if self.scheduler is None else self.scheduler.policy.device_order(count)
 
     def variable_address(self, name: str) -> int:
         """Get the device address of a ``.global`` or ``.const`` variable."""
@@ -200,6 +212,8 @@ class Machine:
         for address in (self.param_address, self.grid_workspace):
             if self.gmem.find(address) is not None:
                 self.gmem.unregister(address)
+            if isinstance(self.race, Detector):
+                self.race.far.forget(address)
 
     def cluster_started(self, cluster: Cluster) -> None:
         """Begin a cluster: its checks, its CTAs, what hooks make of them."""
@@ -236,8 +250,10 @@ class Machine:
         return ClusterQueue(self.grid, self.cluster_shape, chosen)
 
 
-def prepare(request: LaunchRequest, device: Any) -> Machine:
-    """Make the machine for one launch on a device.
+def prepare(
+    request: LaunchRequest, device: Any, launches: Launches | None = None, known: Known | None = None
+) -> Machine:
+    """Make the machine for one launch on a device. ``launches``, ``known``: see `Machine`.
 
     ``device`` gives ``gmem``, ``settings``, ``program(module, kernel_name)``, ``variables(module)`` (addresses by
     name) and, optionally, ``tracing``, ``number`` and ``before``, the detector of the launch before on the stream.
@@ -252,6 +268,8 @@ def prepare(request: LaunchRequest, device: Any) -> Machine:
         trace=getattr(device, "tracing", False),
         device=getattr(device, "number", None),
         before=() if before is None else before.unfinished(),
+        launches=launches,
+        known=known,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,10 @@ class Policy:
     def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
         """Choose operations to complete. ``can_run``: some warp is ready, else the launch waits for them."""
         return units.oldest()
+
+    def device_order(self, count: int) -> Sequence[int]:
+        """Choose the order in which a sum over ``count`` devices is formed: ascending."""
+        return range(count)
 
 
 class OldestFirst(Policy):
@@ -81,6 +86,10 @@ class NewestFirst(OldestFirst):
         candidates = units.candidates()
         return [max(candidates, key=lambda op: op.order)] if candidates else []
 
+    def device_order(self, count: int) -> Sequence[int]:
+        """Choose descending order."""
+        return range(count)[::-1]
+
 
 class Random(Policy):
     """Seeded: a random warp, a random quantum, now and then a random operation."""
@@ -100,6 +109,10 @@ class Random(Policy):
             return []
         candidates = units.candidates()
         return [self.random.choice(candidates)] if candidates else []
+
+    def device_order(self, count: int) -> Sequence[int]:
+        """Choose any order."""
+        return self.random.sample(range(count), count)
 
 
 class Adversarial(Random):

@@ -89,14 +89,22 @@ class Scheduler:
         self._deadline, self._began = time.monotonic() + self.machine.settings.time_limit, time.process_time()
         self._launch()
 
-    def step(self) -> None:
-        """Run one slice of the policy and the completions that follow it. Errors as of `run`."""
+    def step(self, limit: int | None = None) -> None:
+        """Run one slice of the policy and the completions that follow it. Errors as of `run`.
+
+        Args:
+            limit: warp-instructions of the whole launch at which this ends, at the latest one later.
+        """
         machine, policy = self.machine, self.policy
         for warp, quantum in policy.slices(self.ready):
-            self._slice(warp, quantum)
+            if limit is None:
+                self._slice(warp, quantum)
+            while limit is not None and machine.time < limit and quantum > 0 and warp in self.ready:
+                self.single_step(warp)
+                quantum -= 1
         completed = len(self.units) > 0 and self._complete(policy.completions(self.units, bool(self.ready)))
         if machine.events != self._seen:
-            self._wake()
+            self.wake()
         if machine.progress != self._progress:
             self._progress, self._idle, self._since, self.fruitless = machine.progress, 0, machine.time, 0
         self._idle += 1
@@ -242,7 +250,7 @@ class Scheduler:
         parked = warp.parked
         return Block("lane groups", lambda: any(p.block.ready() for p in parked))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Move warps whose wait is over to the ready list."""
         self._seen = self.machine.events
         still = []
@@ -319,7 +327,7 @@ class Scheduler:
             self._force()
         else:
             self.fruitless += 1
-        self._wake()
+        self.wake()
 
     def force_stalled(self) -> bool:
         """Let the lanes of a warp that waits to converge pass alone. True if there was one."""

@@ -28,7 +28,7 @@ class Allocation:
     """One registered range [start, start + nbytes).
 
     ``owner`` is kept alive as long as the range is registered; ``writable`` False makes stores fault; ``padded``: a
-    CUDA allocator would have rounded the range up (`Settings.padding`).
+    CUDA allocator would have rounded the range up (`Settings.padding`); ``device``: whose symmetric memory it is.
     """
 
     start: int
@@ -37,6 +37,12 @@ class Allocation:
     writable: bool = True
     owner: Any = None
     padded: bool = False
+    device: int | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Tell whether other devices see it too."""
+        return self.device is not None
 
     @property
     def end(self) -> int:
@@ -49,12 +55,16 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Multicast:
-    """An address range that stands for the same buffer on several devices. ``targets`` are where each has it."""
+    """An address range that stands for the same buffer on several devices.
+
+    ``targets`` are where each has it; ``owner`` keeps the range from being used for anything else.
+    """
 
     start: int
     nbytes: int
     label: str
     targets: tuple[int, ...]
+    owner: Any = None
 
 
 class GlobalMemory:
@@ -93,6 +103,7 @@ class GlobalMemory:
         writable: bool = True,
         owner: Any = None,
         padded: bool = False,
+        device: int | None = None,
     ) -> Allocation:
         """Add the range [start, start + nbytes).
 
@@ -102,7 +113,7 @@ class GlobalMemory:
         if nbytes <= 0:
             raise ArgumentError("nbytes", nbytes, "a positive number of bytes")
         i = bisect.bisect_right(self._starts, start)
-        new = Allocation(start, nbytes, label, writable, owner, padded)
+        new = Allocation(start, nbytes, label, writable, owner, padded, device)
         for other in self._allocations[max(i - 1, 0) : i + 1]:
             if start < other.end and other.start < new.end:
                 raise LaunchError(f"{new} overlaps {other}")

@@ -40,6 +40,7 @@ class Recorder:
         self.events = 0
         self._records: np.ndarray | None = None
         self._running: Warp | None = None  # in a slice now
+        self._ahead = 0  # of the latest slice
         self._op = -1  # row of the operation that is completing
         self._rows: dict[tuple[str, int], int] = {}
         self._ops: list[list[Any]] = []
@@ -47,7 +48,8 @@ class Recorder:
         self._chunks: list[np.ndarray] = []
         self._tensors: dict[Any, int] = {}
         self._tables: dict[str, list[tuple]] = {
-            name: [] for name in ("boxes", "mmas", "tmem", "smem", "mbarriers", "named", "states", "fences")
+            name: []
+            for name in ("boxes", "mmas", "tmem", "smem", "mbarriers", "named", "states", "fences", "peers", "steps")
         }
         self._stretch: dict[int, tuple[Any, ...]] = {}  # by agent: start of the running stretch
         self._dirty: dict[int, np.ndarray] = {}  # by CTA: unfenced writers at the last look
@@ -83,6 +85,9 @@ class Recorder:
     def slice_begins(self, warp: Warp) -> None:
         """Record the start of a warp's slice, perhaps after a wait."""
         self._running = warp
+        if self.machine.ahead != self._ahead:
+            self._ahead = self.machine.ahead
+            self._tables["steps"].append((self.machine.time, self.machine.time + self._ahead))
         known = self._stretch.get(warp.agent)
         if known is None or known[3] == "wait":
             self._end_stretch(warp)
@@ -173,7 +178,25 @@ class Recorder:
     def bulk(self, kind: str, address: int, cta: Cta, offset: int, size: int, op: AsyncOp) -> None:
         """Record a completed bulk copy; ``address`` is global."""
         chunks = np.arange(offset >> 4, offset + size + 15 >> 4)
-        self._smem(cta, self._origin(op.warp, op.instr), f"bulk {kind}", kind == "load", chunks)
+        origin = self._origin(op.warp, op.instr)
+        self._smem(cta, origin, f"bulk {kind}", kind == "load", chunks)
+        self._peer(origin, f"bulk {kind}", address, size)
+
+    def far(self, warp: Warp, instr: Instr, what: str, addresses: np.ndarray, nbytes: int) -> None:
+        """Record an access of a warp's lanes to global memory, ``nbytes`` a lane."""
+        first, last = int(addresses.min()), int(addresses.max())
+        one = self.machine.gmem.find(first)
+        if one is None or last < one.end:
+            self._peer(self._origin(warp, instr), what, first, nbytes * len(addresses))
+            return
+        inside = addresses < one.end
+        for part in (inside, ~inside):
+            self.far(warp, instr, what, addresses[part], nbytes)
+
+    def _peer(self, origin: tuple[int, int, int], what: str, address: int, nbytes: int) -> None:
+        holder = self.machine.gmem.find(address)
+        if holder is not None and holder.device not in (None, self.machine.device):
+            self._tables["peers"].append((*self._when(), *origin, what, holder.device, address, nbytes))
 
     def cp_async(self, warp: Warp, instr: Instr, to: np.ndarray, start: np.ndarray, size: int) -> None:
         """Record a warp's completed cp.async: offsets, global addresses, bytes a lane."""

@@ -54,6 +54,11 @@ NAMED = np.dtype([*_WHEN, *_WHO, ("kind", "U8"), ("number", "<i4"), ("arrived", 
 # One stretch of a warp's life. state: run or wait; reason: on what; barrier: shared address of the mbarrier, or -1;
 # line: PTX line where the stretch began.
 STATES = np.dtype([*_WHO, ("state", "U4"), ("reason", "U24"), ("barrier", "<i8"), ("time", "<i8"), ("end", "<i8")])
+# One access to another device's part of symmetric memory: of a bulk copy (what: bulk load, bulk store) or of threads
+# (load, store, atomic; needs the race detector). device: whose memory it is.
+PEERS = np.dtype([*_WHEN, *_WHO, ("what", "U12"), ("device", "<i4"), ("address", "<i8"), ("nbytes", "<i8")])
+# Where the launches of other devices have run in between: the time of this one, and the time common to all.
+STEPS = np.dtype([("time", "<i8"), ("common", "<i8")])
 TMEM_KINDS = ("mma", "ld", "st", "cp", "A")  # what `TMEM.what` can be
 FENCES = np.dtype([*_WHEN, *_WHO, ("what", "U24")])
 
@@ -77,7 +82,7 @@ class Trace:
     Attributes:
         kernel, grid, smem_bytes: of the launch; a CTA's number is x + grid_x (y + grid_y z).
         events, time: how many records; logical time at the end.
-        ops, boxes, mmas, tmem, smem, mbarriers, named, states, fences: arrays of the dtypes above.
+        ops, boxes, mmas, tmem, smem, mbarriers, named, states, fences, peers, steps: arrays of the dtypes above.
         labels: text of each row of ``ops``; chunks: chunk numbers of each row of ``smem``.
         tensors: tensor maps that boxes refer to, in order of appearance.
         lines, opcodes, executed: PTX line, opcode and number of executions of each instruction, not counting those that
@@ -99,6 +104,8 @@ class Trace:
     named: np.ndarray
     states: np.ndarray
     fences: np.ndarray
+    peers: np.ndarray
+    steps: np.ndarray
     labels: list[str] = field(repr=False)
     chunks: list[np.ndarray] = field(repr=False)
     tensors: list[Any]
@@ -107,6 +114,17 @@ class Trace:
     executed: np.ndarray
     sources: list[str] = field(repr=False)
     stats: Counter[str]
+
+    def common(self, times: Any) -> np.ndarray:
+        """Convert times of this launch to a clock that all devices of a group share.
+
+        It counts the warp-instructions that all of them have executed.
+        """
+        times = np.asarray(times, np.int64)
+        if not len(self.steps):
+            return times
+        at = np.maximum(np.searchsorted(self.steps["time"], times, side="right") - 1, 0)
+        return self.steps["common"][at] + times - self.steps["time"][at]
 
     def tmem_at(self, event: int, cta: int = 0, write: bool = True) -> np.ndarray:
         """Find the last access to each cell of tensor memory, up to ``event`` inclusive.

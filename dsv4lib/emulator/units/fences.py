@@ -58,11 +58,21 @@ def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:
 @isa.service(
     "fence.proxy.alias[.<sem:acquire|release>.sys]",
     "membar.proxy.alias",
+    note="accesses are performed in program order: a fence matters to the race detector only",
+)
+def alias_proxy(warp: Warp, instr: Instr, form: Form) -> None:
+    """Order accesses to the same memory by different addresses."""
+    race = warp.cta.machine.race
+    if race is not None:
+        race.fenced_global(warp, alias=True)
+
+
+@isa.service(
     "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
     note="accesses are performed in program order: nothing to order here",
 )
 def no_effect(warp: Warp, instr: Instr, form: Form) -> None:
-    """Do nothing: every execution of the emulator has the effect of these fences anyway."""
+    """Do nothing: every execution of the emulator has the effect of this fence anyway."""
 
 
 @isa.service("fence.proxy.tensormap::generic.release.<scope:cta|cluster|gpu|sys>")

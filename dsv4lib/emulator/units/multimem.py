@@ -1,8 +1,8 @@
 """Implement multimem. Loads, stores and reductions of one buffer on all devices of a group (NVLink SHARP).
 
 A multimem address lies in a multicast range (driver/devices.py) and stands for one address on every device. Devices are
-combined in ascending order, one of the orders that hardware may take. Without ``.acc`` the sum is rounded to the type
-after every device; ``.acc::f32`` and ``.acc::f16`` keep it in that precision to the end. FP8 results saturate.
+combined in an order that the launch's policy chooses: hardware promises none. Without ``.acc`` the sum is rounded to
+the type after every device; ``.acc::f32`` and ``.acc::f16`` keep it in that precision to the end. FP8 results saturate.
 
 Source: PTX ISA, "multimem.ld_reduce, multimem.st, multimem.red": valid types and vectors.
 """
@@ -58,10 +58,10 @@ def ld_reduce(warp: Warp, instr: Instr, form: Form) -> None:
     target, source = instr.operands
     items, bits = _items(warp, target, form)
     lanes = warp.lanes()
-    parts = [
-        warp.cta.machine.gmem.gather(where, bits // 8 * len(items))
-        for where in _places(warp, source, bits // 8 * len(items))
-    ]
+    machine, nbytes = warp.cta.machine, bits // 8 * len(items)
+    places = _places(warp, source, nbytes)
+    parts = [machine.gmem.gather(places[i], nbytes) for i in machine.device_order(len(places))]
+    _accesses(warp, places, nbytes, False, form)
     total = combine(form.get("op"), element_of(form.get("type")), form.get("acc"), parts)
     values = np.zeros((32, len(items)), _UNSIGNED[bits])
     values[lanes] = total.view(_UNSIGNED[bits])
@@ -73,11 +73,11 @@ def ld_reduce(warp: Warp, instr: Instr, form: Form) -> None:
 def store(warp: Warp, instr: Instr, form: Form) -> None:
     """``[a], b``: the same value to all devices."""
     target, source = instr.operands
-    _release(warp, target, form)
     data = _data(warp, source, form)
-    for where in _places(warp, target, data.shape[1]):
+    places = _places(warp, target, data.shape[1])
+    for where in places:
         warp.cta.machine.gmem.scatter(where, data)
-        _signal(warp, where)
+    _accesses(warp, places, data.shape[1], True, form)
 
 
 @isa.service(
@@ -86,29 +86,26 @@ def store(warp: Warp, instr: Instr, form: Form) -> None:
 def red(warp: Warp, instr: Instr, form: Form) -> None:
     """``[a], b``: reduce into every device's memory, lane by lane."""
     target, source = instr.operands
-    _release(warp, target, form)
     data, element = _data(warp, source, form), element_of(form.get("type"))
     gmem = warp.cta.machine.gmem
-    for where in _places(warp, target, data.shape[1]):
+    places = _places(warp, target, data.shape[1])
+    for where in places:
         for address, row in zip(where.tolist(), data, strict=True):
             memory = gmem.view(address, len(row), write=True)
             memory[:] = reduce(form.get("op"), element, memory, row)
-        _signal(warp, where)
+    _accesses(warp, places, data.shape[1], True, form)
 
 
-def _signal(warp: Warp, addresses: np.ndarray) -> None:
-    """Others may synchronise by these words."""
+def _accesses(warp: Warp, places: list[np.ndarray], nbytes: int, write: bool, form: Form) -> None:
+    """Report the accesses on every device to the race detector; strong ones may synchronise."""
     race = warp.cta.machine.race
-    if race is not None:
-        race.global_release(warp, addresses)
-
-
-def _release(warp: Warp, memory: Operand, form: Form) -> None:
-    """Report a strong store to the race detector."""
-    race = warp.cta.machine.race
-    if race is not None and form.has("sem"):
-        assert isinstance(memory, Memory)
-        race.global_release(warp, warp.address(memory)[warp.lanes()])
+    if race is None or not race.full or not len(warp.lanes()):
+        return
+    strong = form.has("sem") or form.opcode.startswith("multimem.red")  # which is relaxed where it does not say
+    for where in places:
+        race.global_lanes(warp, where, nbytes, write, strong)
+    if write and strong:
+        race.global_release(warp, np.concatenate(places), form.opcode)
 
 
 def element_of(kind: str) -> str:

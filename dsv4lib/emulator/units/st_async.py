@@ -132,7 +132,7 @@ def to_global(warp: Warp, instr: Instr, form: Form) -> None:
     if (addresses % np.uint64(data.shape[1])).any():
         raise MemoryFault(f"{form.opcode}: addresses must be multiples of {data.shape[1]}", warp.place())
     if machine.race is not None:
-        machine.race.global_release(warp, addresses)
+        machine.race.global_release(warp, addresses, instr.opcode)
 
     def complete() -> None:
         for address, row in zip(addresses.tolist(), data, strict=True):

@@ -127,6 +127,7 @@ def sm_count(device: torch.device) -> int:
 def enqueue(name: str, code: Any, args: tuple) -> None:
     """Do `backends.enqueue`; what the emulator reports of hazards becomes a warning.
 
+    On a device of a group the launch is only queued: what it reports is in the group's ``hazards`` later.
     On a GPU the kernel is launched from words that a plan of the op can write again.
     """
     if name == "native":
@@ -139,7 +140,7 @@ def enqueue(name: str, code: Any, args: tuple) -> None:
             if isinstance(one, DeviceTensor):
                 runtime.track(one.source)
     gpu = backends.enqueue(name, code, *args)
-    found = [] if gpu is None else gpu.launches[-1].result.hazards
+    found = [] if gpu is None or gpu.group is not None else gpu.launches[-1].result.hazards
     if found:
         warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
 

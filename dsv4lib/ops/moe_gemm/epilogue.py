@@ -108,22 +108,44 @@ class Epilogue(Schedule):
         place = self.first_place(groups)
         while place.expert < groups.experts:
             tile = self.tile(groups, place)
-            factors = self.factors(ends, tile)
-            acc.consumer_wait(state)
-            umma.fence_after_thread_sync()
-            for first in cutlass.range(0, tile.rows, self.chunk, unroll=1):
-                source = lanes + state.index * self.tile_n + first
-                self.transpose(source, tile.rows - first, sH, buffer, factors, ends.limit)
-                self.exchanged().arrive_and_wait()
-                self.store(sH, buffer, ends, tile, first)
-                cute.arch.sync_warp()  # the next tcgen05.ld needs the warp converged
-                buffer = buffer ^ 1
-            umma.fence_before_thread_sync()
-            self.release(acc, state)
-            state.advance()
+            state, buffer = self.epilogue_tile(ends, tile, lanes, sH, acc, state, buffer)
             place = self.next_place(groups, place)
         self.exchanged().arrive_and_wait()  # TMEM has been read
         allocator.free(address)
+
+    @cute.jit
+    def epilogue_tile(
+        self,
+        ends: Ends,
+        tile: Tile,
+        lanes: Int32,
+        sH: cute.Tensor,
+        acc: pipeline.PipelineUmmaAsync,
+        state: pipeline.PipelineState,
+        buffer: Int32,
+    ):
+        """Finish a tile, chunk by chunk.
+
+        Args:
+            lanes: TMEM address of this warp's lanes. buffer: of the exchange, where the first chunk goes.
+
+        Returns:
+            state of the pipeline and buffer after the tile.
+        """
+        factors = self.factors(ends, tile)
+        acc.consumer_wait(state)
+        umma.fence_after_thread_sync()
+        for first in cutlass.range(0, tile.rows, self.chunk, unroll=1):
+            source = lanes + state.index * self.tile_n + first
+            self.transpose(source, tile.rows - first, sH, buffer, factors, ends.limit)
+            self.exchanged().arrive_and_wait()
+            self.store(sH, buffer, ends, tile, first)
+            cute.arch.sync_warp()  # the next tcgen05.ld needs the warp converged
+            buffer = buffer ^ 1
+        umma.fence_before_thread_sync()
+        self.release(acc, state)
+        state.advance()
+        return state, buffer
 
     def exchanged(self) -> pipeline.NamedBarrier:
         """Return the barrier of the epilogue warps: a buffer is written. With two of them once a chunk is enough."""
@@ -198,7 +220,7 @@ class Epilogue(Schedule):
             if inside:
                 rOut = cute.make_rmem_tensor(OUT_VALUES, ends.out.element_type)
                 rOut.store(rH.load().to(ends.out.element_type))
-                cute.autovec_copy(rOut, cute.local_tile(ends.out[self.at(tile, row)], (OUT_VALUES,), (unit,)))
+                cute.autovec_copy(rOut, cute.local_tile(self.row_of(ends, tile, row), (OUT_VALUES,), (unit,)))
         elif cutlass.const_expr(self.out == "nvfp4"):
             if inside:
                 self.store_nvfp4(rH, ends, tile, row, unit)
@@ -218,6 +240,10 @@ class Epilogue(Schedule):
         """Return the index of a row of the output."""
         return *self.lead(tile), row, None
 
+    def row_of(self, ends: Ends, tile: Tile, row: Int32) -> cute.Tensor:
+        """Return a row of the output."""
+        return ends.out[self.at(tile, row)]
+
     @cute.jit
     def store_nvfp4(self, rH: cute.Tensor, ends: Ends, tile: Tile, row: Int32, unit: Int32):
         """Store a block: its scale and codes.
@@ -235,7 +261,7 @@ class Epilogue(Schedule):
         for i in cutlass.range_constexpr(2):
             codes = convert.to_e2m1x8([rH[8 * i + j] for j in range(8)])
             words[i] = cutlass.select_(code == convert.E4M3_NAN, Int32(0), codes)  # E2M1 has no NaN; the cast makes 6
-        store_words(ends.out[self.at(tile, row)], unit * (OUT_VALUES // 2), words)
+        store_words(self.row_of(ends, tile, row), unit * (OUT_VALUES // 2), words)
         self.store_scale(ends, tile, row, unit, code)
 
     @cute.jit
@@ -249,7 +275,7 @@ class Epilogue(Schedule):
             words = cute.make_rmem_tensor(4, Int32)
             for i in cutlass.range_constexpr(4):
                 words[i] = convert.to_e4m3x4([rH[4 * i + j] for j in range(4)])
-            store_words(ends.out[self.at(tile, row)], unit * OUT_VALUES, words)
+            store_words(self.row_of(ends, tile, row), unit * OUT_VALUES, words)
             if unit % 2 == 0:
                 self.store_scale(ends, tile, row, unit // 2, code)
 

@@ -85,26 +85,38 @@ class Load(Schedule):
     @cute.jit
     def load(self, sources: Sources, groups: Groups, depth: Depth, rings: Rings, ab: pipeline.PipelineTmaUmma):
         """Run the load warp: tile after tile, step after step. Lane l issues the l-th box of tokens."""
-        steps, blocks = depth
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        self.prefetch(sources, groups, steps, ab.producer_get_barrier(state))
+        self.prefetch(sources, groups, depth.steps, ab.producer_get_barrier(state))
         cute.arch.griddepcontrol_wait()
         place = self.first_place(groups)
         while place.expert < groups.experts:
-            tile = self.tile(groups, place)
-            token_boxes = cute.ceil_div(tile.n // self.ctas, self.box_rows)
-            fixed = W_BYTES * self.mode.w_bits // self.mode.x_bits + self.sfw_bytes + self.sfx_bytes
-            expected = (fixed + token_boxes * (self.box_rows * ROW_BYTES)) * self.ctas
-            for step in cutlass.range(steps, unroll=1):
-                ab.producer_acquire(state, expected_tx=expected)
-                barrier = ab.producer_get_barrier(state)
-                self.load_operands(sources, tile, token_boxes, step, rings, state.index, barrier)
-                if cutlass.const_expr(self.mode.block):
-                    self.load_scales(sources, tile, step, blocks, rings, state.index, barrier)
-                state.advance()
+            state = self.load_tile(sources, self.tile(groups, place), depth, rings, ab, state)
             place = self.next_place(groups, place)
         cute.arch.griddepcontrol_launch_dependents()  # a successor may start, where there is room
         ab.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
+
+    @cute.jit
+    def load_tile(
+        self,
+        sources: Sources,
+        tile: Tile,
+        depth: Depth,
+        rings: Rings,
+        ab: pipeline.PipelineTmaUmma,
+        state: pipeline.PipelineState,
+    ):
+        """Load all K steps of a tile; returns the state of the ring after them."""
+        token_boxes = cute.ceil_div(tile.n // self.ctas, self.box_rows)
+        fixed = W_BYTES * self.mode.w_bits // self.mode.x_bits + self.sfw_bytes + self.sfx_bytes
+        expected = (fixed + token_boxes * (self.box_rows * ROW_BYTES)) * self.ctas
+        for step in cutlass.range(depth.steps, unroll=1):
+            ab.producer_acquire(state, expected_tx=expected)
+            barrier = ab.producer_get_barrier(state)
+            self.load_operands(sources, tile, token_boxes, step, rings, state.index, barrier)
+            if cutlass.const_expr(self.mode.block):
+                self.load_scales(sources, tile, step, depth.blocks, rings, state.index, barrier)
+            state.advance()
+        return state
 
     def prefetch(self, sources: Sources, groups: Groups, steps: Int32, barrier: cute.Pointer):
         """Fetch what is known while the kernel before still runs. Without the groups' counts that is nothing."""

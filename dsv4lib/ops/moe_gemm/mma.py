@@ -45,28 +45,44 @@ class Mma(Schedule):
         acc: pipeline.PipelineUmmaAsync,
     ):
         """Loop over tiles and K steps."""
-        steps, blocks = depth
         ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.acc_stages)
         place = self.first_place(groups)
         while place.expert < groups.experts:
             tile = self.tile(groups, place)
-            acc.producer_acquire(acc_state)
-            umma.fence_after_thread_sync()
-            d = base + acc_state.index * self.tile_n
-            for step in cutlass.range(steps, unroll=1):
-                ab.consumer_wait(ab_state)
-                umma.fence_after_thread_sync()
-                with cute.arch.elect_one():
-                    if cutlass.const_expr(self.mode.block):
-                        self.scales_to_tmem(base, rings, ab_state.index)
-                    # D += W @ X^T
-                    self.multiply(d, base, tile, rings, ab_state.index, step, blocks - step * self.scale_blocks)
-                ab.consumer_release(ab_state)
-                ab_state.advance()
-            acc.producer_commit(acc_state)
-            acc_state.advance()
+            ab_state, acc_state = self.mma_tile(tile, depth, rings, base, ab, acc, ab_state, acc_state)
             place = self.next_place(groups, place)
+
+    @cute.jit
+    def mma_tile(
+        self,
+        tile: Tile,
+        depth: Depth,
+        rings: Rings,
+        base: Int32,
+        ab: pipeline.PipelineTmaUmma,
+        acc: pipeline.PipelineUmmaAsync,
+        ab_state: pipeline.PipelineState,
+        acc_state: pipeline.PipelineState,
+    ):
+        """Multiply all K steps of a tile; returns the states of both pipelines after it."""
+        steps, blocks = depth
+        acc.producer_acquire(acc_state)
+        umma.fence_after_thread_sync()
+        d = base + acc_state.index * self.tile_n
+        for step in cutlass.range(steps, unroll=1):
+            ab.consumer_wait(ab_state)
+            umma.fence_after_thread_sync()
+            with cute.arch.elect_one():
+                if cutlass.const_expr(self.mode.block):
+                    self.scales_to_tmem(base, rings, ab_state.index)
+                # D += W @ X^T
+                self.multiply(d, base, tile, rings, ab_state.index, step, blocks - step * self.scale_blocks)
+            ab.consumer_release(ab_state)
+            ab_state.advance()
+        acc.producer_commit(acc_state)
+        acc_state.advance()
+        return ab_state, acc_state
 
     @cute.jit
     def scales_to_tmem(self, base: Int32, rings: Rings, stage: Int32):

@@ -33,13 +33,14 @@ RELAY = entry(
     "u64 from, u64 to, u32 value",
     """
     ld.param.u64 %rd1, [from]; ld.param.u64 %rd2, [to]; ld.param.u32 %r1, [value];
-    L: ld.volatile.global.u32 %r2, [%rd1];
+    L: ld.acquire.sys.global.u32 %r2, [%rd1];
     setp.ne.u32 %p1, %r2, %r1;
     @%p1 bra L;
     add.u32 %r3, %r1, 1;
-    st.volatile.global.u32 [%rd2], %r3;
+    st.release.sys.global.u32 [%rd2], %r3;
     """,
 )
+VOLATILE_RELAY = RELAY.replace("acquire.sys", "volatile").replace("release.sys", "volatile")
 
 
 def request(text, *args, block=32, grid=1):
@@ -86,6 +87,151 @@ def test_a_missing_flag_is_a_deadlock_that_names_device_and_value(pair):
     assert "device 0, kernel k: 1 warps spin" in text and "device 1" not in text.partition("reads")[0]
     assert "ld.acquire.sys.global.u32 %r2, [%rd1]" in text and "= 0x0, byte 0 of flags of device 0" in text
     assert not pair.queues.pending()
+
+
+def test_a_deadlock_says_which_value_is_awaited(pair):
+    flags = pair.symmetric(4, np.uint32, "flags")
+    pair[0].launch(request(RELAY, flags[0][1:2], flags[1], 3))
+    with pytest.raises(Deadlock) as error:
+        pair.synchronize()
+    text = str(error.value)
+    assert "CTA (0, 0, 0) warp 0" in text and "= 0x0, byte 4 of flags of device 0; waits until it is 0x3" in text
+    assert "device 1: nothing runs, 0 launches have ended" in text
+
+
+@pytest.mark.parametrize(
+    ("compare", "until"),
+    [
+        ("setp.lt.u32 %p1, %r2, 9; @%p1 bra L;", "until it is at least 0x9"),
+        ("setp.ge.s32 %p1, %r2, %r9; @!%p1 bra L;", "until it is at least 0x5"),
+        ("setp.gt.u32 %p1, 7, %r2; @%p1 bra L;", "until it is at least 0x7"),
+        ("setp.ne.u32 %p1, %r2, 0; @%p1 bra OUT; bra L; OUT:", "until it is not 0x0"),
+        ("mov.b64 {%r3, %r4}, %rd3; setp.ne.u32 %p1, %r4, 6; @%p1 bra L;", "until its upper word is 0x6"),
+        ("and.b32 %r3, %r2, 1; setp.eq.u32 %p1, %r3, 0; @%p1 bra L;", ""),  # another register is compared
+    ],
+)
+def test_the_awaited_value_is_read_from_the_loop(compare, until):
+    load = "ld.volatile.global.u64 %rd3, [%rd1];" if "%rd3" in compare else "ld.volatile.global.u32 %r2, [%rd1];"
+    body = f"ld.param.u64 %rd1, [a]; mov.u32 %r9, 5; L: {load} {compare}"
+    with emulator.devices(2, shims=False) as gpus:
+        gpus[0].launch(request(entry("u64 a", body), gpus.symmetric(4, np.uint32, "flags")[1]))
+        with pytest.raises(Deadlock, match="byte 0 of flags of device 1") as error:
+            gpus.synchronize()
+        assert (f"; waits {until}\n" if until else "flags of device 1\n") in str(error.value)
+
+
+def test_a_loop_that_sleeps_is_seen_through(pair):
+    """A kernel that leaves the memory alone for a while between two looks."""
+    flags = pair.symmetric(4, np.uint32, "flags")
+    sleepy = RELAY.replace("L: ld", "bra FIRST; L: nanosleep.u32 32; FIRST: ld")
+    pair[0].launch(request(sleepy, flags[0], flags[1], 3))
+    with pytest.raises(Deadlock, match="byte 0 of flags of device 0; waits until it is 0x3"):
+        pair.synchronize()
+    flags[0][0] = 3
+    pair[1].launch(request(sleepy, flags[1], flags[0][1:], 4))
+    pair[0].launch(request(sleepy, flags[0], flags[1], 3))
+    pair.synchronize()
+    assert flags[0][:2].tolist() == [3, 5]
+
+
+# --- faults of devices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_device_changes_nothing(pair, late):
+    pair.inject(late, "late")
+    _, outs = exchange(pair)
+    pair.synchronize()
+    assert [int(out[0]) for out in outs] == [6, 5] and not pair.hazards
+    others, its = pair[1 - late].launches[0].result, pair[late].launches[0].result
+    assert others.instructions > 1000 > its.instructions  # the other one waited until it only went round
+    pair.inject(late, "none")
+    exchange(pair)
+    pair.synchronize()
+    assert pair[1 - late].launches[1].result.instructions < others.instructions
+
+
+def test_a_late_device_enters_after_so_many_instructions():
+    counts = []
+    for after in (0, 3_000, 6_000):
+        with emulator.devices(2, shims=False) as gpus:
+            gpus.inject(0, "late", after=after)
+            exchange(gpus)
+            gpus.synchronize()
+            counts.append(gpus[1].launches[0].result.instructions)
+    assert counts[0] < 2_500 < counts[1] < 4_500 < counts[2] < 10_000
+
+
+def test_the_launches_of_a_device_that_is_late_alone_still_run():
+    with emulator.devices(2, shims=False) as gpus:
+        gpus.inject(0, "late")
+        words = gpus[0].copy(np.array([1, 0], np.uint32))
+        gpus[0].launch(request(RELAY, words[0:1], words[1:2], 1))
+        gpus.synchronize()
+        assert words.tolist() == [1, 2]
+
+
+def test_a_device_without_work_must_still_take_part(pair):
+    pair.inject(1, "empty")
+    exchange(pair)
+    with pytest.raises(Deadlock) as error:
+        pair.synchronize()
+    assert "device 0, kernel k: 1 warps spin" in str(error.value)
+    assert "device 1: its launches did nothing, an injected fault" in str(error.value)
+    assert not pair[1].launches
+
+
+@pytest.mark.parametrize("after", [0, 6])  # the seventh instruction raises the flag
+def test_a_dropped_device_is_named(pair, after):
+    pair.inject(1, "dropped", after=after)
+    flags, _ = exchange(pair)
+    with pytest.raises(Deadlock) as error:
+        pair.synchronize()
+    text = str(error.value)
+    assert "byte 0 of flags of device" in text and "waits until it is not 0x0" in text
+    assert f"device 1: stopped after {after} warp-instructions, an injected fault" in text
+    assert not pair[1].launches and flags[0][0] == 0
+
+
+def test_a_device_that_is_dropped_after_its_part_does_no_harm(pair):
+    pair.inject(1, "dropped", after=7)
+    flags, outs = exchange(pair)
+    pair.synchronize()
+    assert flags[0][0] != 0 and int(outs[0][0]) == 6 and int(outs[1][0]) == 0
+    assert len(pair[0].launches) == 1 and not pair[1].launches
+
+
+def test_a_device_that_is_dropped_when_nobody_needs_it_any_more_ends_the_run():
+    with emulator.devices(2, shims=False) as gpus:
+        gpus.inject(1, "dropped", after=1)
+        words = [gpu.copy(np.array([1, 0], np.uint32)) for gpu in gpus]
+        for gpu, mine in zip(gpus, words, strict=True):
+            gpu.launch(request(RELAY, mine[0:1], mine[1:2], 1 if gpu.index == 0 else 5))  # device 1's waits for ever
+            gpu.launch(request(RELAY, mine[0:1], mine[1:2], 1))
+        gpus.synchronize()
+        assert [w.tolist() for w in words] == [[1, 2], [1, 0]] and len(gpus[0].launches) == 2
+        assert not gpus[1].launches
+
+
+def test_faults_may_be_given_with_the_group():
+    with emulator.devices(2, shims=False, faults={0: ("late", None)}) as gpus:
+        _, outs = exchange(gpus)
+        gpus.synchronize()
+        assert [int(out[0]) for out in outs] == [6, 5] and gpus[1].launches[0].result.instructions > 1000
+    with pytest.raises(ArgumentError, match="index="), emulator.devices(2, faults={2: ("late", None)}):
+        pass
+
+
+def test_bad_faults():
+    with emulator.devices(2, shims=False) as gpus:
+        with pytest.raises(ArgumentError, match="index="):
+            gpus.inject(2, "late")
+        for kind in ("slow", None, 1):
+            with pytest.raises(ArgumentError, match="kind="):
+                gpus.inject(0, kind)
+        for kind, after in (("dropped", None), ("late", -1), ("late", 1.5), ("dropped", True)):
+            with pytest.raises(ArgumentError, match="after="):
+                gpus.inject(0, kind, after)
 
 
 def test_devices_that_wait_for_each_other_both_show():
@@ -182,8 +328,20 @@ def test_a_race_on_one_of_several_devices_is_found():
         gpus[0].launch(request(text, x, go[1], back[0], block=64))
         gpus[1].launch(request(RELAY, go[1], back[0], 1))
         gpus.synchronize()
+        assert {hazard.kind for hazard in gpus.hazards} == {"race_global", "scope_between_devices"}
+        (race,) = (hazard for hazard in gpus.hazards if hazard.kind == "race_global")
+        assert race.place.device == race.owner.device == 0
+
+
+def test_a_relay_that_neither_acquires_nor_releases_orders_nothing():
+    text = entry("u64 x, u64 go, u64 back", HANDED_ROUND.replace("HOW", "st.release.sys.global.u32 [%rd2]"))
+    with emulator.devices(2, checks="race", shims=False) as gpus:
+        go, back = gpus.symmetric(1, np.uint32), gpus.symmetric(1, np.uint32)
+        x = gpus[0].copy(np.zeros(2, np.uint32))
+        gpus[0].launch(request(text, x, go[1], back[0], block=64))
+        gpus[1].launch(request(VOLATILE_RELAY, go[1], back[0], 1))
+        gpus.synchronize()
         assert {hazard.kind for hazard in gpus.hazards} == {"race_global"}
-        assert gpus.hazards[0].place.device == 0
 
 
 # --- multicast --------------------------------------------------------------------------------------------------------
@@ -261,6 +419,17 @@ def test_multimem_integers_stores_and_reductions():
         one = "mov.b64 %rd8, %rd1; ld.param.u64 %rd8, [all]; multimem.red.release.sys.global.add.s32 [%rd8], 1;"
         shared, _ = multimem(gpus, words, one)
         assert [int(shared[i][0] - words[i][0]) for i in range(2)] == [32, 32]
+
+
+def test_a_multicast_range_lives_as_long_as_its_devices():
+    """Nothing else may get its addresses, also when nothing refers to the buffer any more."""
+    import gc
+    import weakref
+
+    with emulator.devices(2, shims=False) as gpus:
+        window = weakref.ref(gpus.symmetric(1024).multicast.base)
+        gc.collect()
+        assert window() is not None
 
 
 def test_ordinary_accesses_to_multicast_addresses_fault():

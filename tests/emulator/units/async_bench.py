@@ -42,6 +42,9 @@ class Machine:
     def cancel_cluster(self) -> tuple[int, int, int] | None:
         return self.waiting.pop(0) if self.waiting else None
 
+    def device_order(self, count: int) -> range:
+        return range(count)
+
 
 class Warp:
     """One warp: ``registers[i]`` are 32 values (bool: predicate, uint64[2, 32]: 128 bits)."""

@@ -1,0 +1,91 @@
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+
+from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.mega_moe.kernel import Here, MegaMoe, Workspace
+from dsv4lib.ops.moe_gemm.arguments import PADDED_ALIGN
+from dsv4lib.ops.moe_gemm.sm100 import Operand
+
+U8, I32, I64, FP32, BF16 = cutlass.Uint8, cutlass.Int32, cutlass.Int64, cutlass.Float32, cutlass.BFloat16
+WIDE = 16  # bytes on which rows start
+
+
+def fake_args(kernel: MegaMoe) -> tuple:
+    """Arguments for `compile_for`: symbolic extents and strides, no memory."""
+    fake = Fakes()
+    return (
+        Operand(fake(U8, "ENL", WIDE), fake(U8, "EBS", WIDE)),
+        Operand(fake(U8, "EHJ", WIDE), fake(U8, "ECS", WIDE)),
+        Workspace(
+            Operand(fake(U8, "RK", WIDE), fake(U8, "XS", WIDE)),
+            Operand(fake(U8, "RI", WIDE), fake(U8, "YS", WIDE)),
+            fake(I32, "R"),
+            fake(FP32, "R"),
+        ),
+        Here(fake(U8, "M", 128), fake(I64, "W"), fake(I32, "V", 8), I32(0), I32(0)),
+        fake(BF16, "TH", WIDE),
+        FP32(1.0),
+        I32(1),
+        cuda.CUstream(0),
+    )
+
+
+def launch_args(kernel: MegaMoe, call: Any, grid: int, stream: int = 0) -> tuple:
+    """Check a call's tensors and wrap them for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: tensors and numbers by name, as `op.Call` has them. grid: CTAs.
+        stream: CUDA stream.
+
+    Raises:
+        ArgumentError: a tensor of a wrong type, shape, stride or address.
+    """
+    one, space = kernel.layout, call.workspace
+    shapes = one.workspace()
+
+    def row(name: str, x: Any, dtype: Any) -> Any:
+        return wrap(f"workspace.{name}", x, dtype, shapes[name], WIDE)
+
+    return (
+        weights("l1", call.l1, one.local, 2 * one.intermediate, one.hidden),
+        weights("l2", call.l2, one.local, one.hidden, one.intermediate),
+        Workspace(
+            Operand(row("x_rows", space.x_rows, U8), row("x_row_scales", space.x_row_scales, U8)),
+            Operand(row("h_rows", space.h_rows, U8), row("h_row_scales", space.h_row_scales, U8)),
+            wrap("workspace.sources", space.sources, I32, shapes["sources"]),
+            wrap("workspace.row_weights", space.row_weights, FP32, shapes["row_weights"]),
+        ),
+        Here(
+            wrap("storage", call.storage, U8, (one.bytes,), 128),
+            wrap("peers", call.peers, I64, (one.world,)),
+            wrap("state", call.state, I32, (one.state_words,), 8),
+            I32(call.rank),
+            I32(call.tokens),
+        ),
+        wrap("out", call.out, BF16, (None, one.hidden), WIDE),
+        FP32(call.clamp),
+        I32(grid),
+        cuda.CUstream(stream),
+    )
+
+
+def weights(name: str, given: Any, experts: int, features: int, k: int) -> Operand:
+    """Wrap MXFP4 weights [E/W, N, K / 2] and their swizzled scales [E/W, bytes].
+
+    Raises:
+        ArgumentError: they are not so.
+    """
+    codes, scales = given
+    blocks = -(-features // 128) * (k // 128)
+    wrapped = wrap(f"{name}.codes", codes, U8, (experts, features, k // 2), WIDE)
+    if (codes.data_ptr() | codes.stride(0) | codes.stride(1)) % PADDED_ALIGN:
+        raise ArgumentError(f"{name}.codes.stride()", codes.stride(), f"rows that start on {PADDED_ALIGN} bytes")
+    wrap(f"{name}.scales", scales, U8, (experts, blocks * 512), WIDE)
+    return Operand(wrapped, wrap(f"{name}.scales", scales.view(experts, blocks, 512), U8, (None, None, None), WIDE))

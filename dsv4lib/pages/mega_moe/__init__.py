@@ -1,0 +1,1 @@
+"""What the notebook of the fused MoE calls."""

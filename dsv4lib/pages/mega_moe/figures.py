@@ -1,0 +1,184 @@
+"""Figures and tables of the page on the fused MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from dsv4lib import viz
+from dsv4lib.dsl import block_scale_probe
+from dsv4lib.formats import weight_modes
+from dsv4lib.pages.mega_moe import rows, traffic
+from dsv4lib.pages.mega_moe.run_case import Outcome
+from dsv4lib.pages.quantize import run_case as conversions
+from dsv4lib.predict import overlap
+from dsv4lib.predict.moe import MODELS, TOP
+from dsv4lib.viz.bars import Panel, side_by_side
+from dsv4lib.viz.table import show_table
+from dsv4lib.viz.timeline import Track
+
+LITERAL = "ue8m0_naive"
+# Conversions of the page: the one that changes scales and keeps codes, and three that are right; with activations.
+SHOWN = {LITERAL: "mxfp8", "e4m3_expand": "mxfp8", "e4m3_split": "mxfp8", "bf16": "bf16"}
+_ANSWERS = ("takes it", "refuses it")
+_COLOURS = {"routes and counts": "#E69F00", "tokens pulled": "#0072B2", "L1": "#009E73", "L2": "#56B4E9"}
+_COLOURS["results returned"] = "#D55E00"
+
+
+def variants(targets: Mapping[str, str]) -> tuple[Figure, int]:
+    """Draw which targets assemble which block-scaled MMA; returns also how many answers are not as recorded.
+
+    Args:
+        targets: heading -> target, asked again of the assembler.
+    """
+    known = block_scale_probe.recorded()
+    names, codes, wrong = [], [], 0
+    for kind, blocks in block_scale_probe.KINDS.items():
+        for block in blocks:
+            said = [block_scale_probe.refusal(kind, block, target) for target in targets.values()]
+            expected = [known[kind, block, heading] for heading in targets]
+            wrong += sum((one or block_scale_probe.TAKEN) != want for one, want in zip(said, expected, strict=True))
+            names.append(f"{kind}  .{block}")
+            codes.append([int(one is not None) for one in said])
+    labels = "kind and block of a scale", "target"
+    figure = viz.grids.category_map(np.array(codes), _ANSWERS, labels, "block-scaled MMAs: what ptxas says", names)
+    figure.axes[0].set_xticks(range(len(targets)), list(targets))
+    return figure, wrong
+
+
+def _values(sample: conversions.Sample, mode: str) -> torch.Tensor:
+    return weight_modes.dequantize(weight_modes.convert(sample.quantized, mode), torch.float64)
+
+
+def weights_error(sample: conversions.Sample, mode: str) -> conversions.Error:
+    """Compute what a conversion loses of exact NVFP4 weights."""
+    return conversions.error(_values(sample, mode), sample.values)
+
+
+def ratios(sample: conversions.Sample) -> Figure:
+    """Draw what each conversion makes of a weight, as a multiple of the weight."""
+    exact = sample.values
+    there = exact != 0
+    panels = {mode: {mode: (_values(sample, mode)[there] / exact[there]).clamp(0, 2.5)} for mode in SHOWN}
+    title = "converted weight over exact NVFP4 weight"
+    return viz.grids.histograms(panels, "ratio, cut at 2.5", title, 60, (1.0, "right"))
+
+
+def losses(
+    sample: conversions.Sample, one: conversions.Expert, modes: Mapping[str, str] = SHOWN
+) -> tuple[Figure, dict[str, conversions.Error], dict[str, conversions.Error]]:
+    """Draw what each conversion loses and costs; returns errors of weights and of an expert's output by mode.
+
+    Args:
+        sample: weights. one: an expert. modes: conversion -> activations that it runs with.
+    """
+    convert = {row.name: row.convert for row in conversions.ROWS}
+    reference = one.run(one.weights(convert["nvfp4"]), "bf16")
+    weights = {mode: weights_error(sample, mode) for mode in modes}
+    outputs = {m: conversions.error(one.run(one.weights(convert[m]), kind), reference) for m, kind in modes.items()}
+    panels = [
+        Panel("error of weights / weights", [weights[m].relative for m in modes], "{:.4f}"),
+        Panel("error of an expert's output / output", [outputs[m].relative for m in modes], "{:.3f}"),
+        Panel("bits a weight", [weight_modes.MODES[m].bits for m in modes], "{:.2f}"),
+    ]
+    names = [f"{mode}, {kind} activations" for mode, kind in modes.items()]
+    marked = [mode == LITERAL for mode in modes]
+    title = "against exact NVFP4 weights and bf16 activations"
+    return side_by_side(names, panels, marked, title, 3), weights, outputs
+
+
+def bytes_a_token() -> Figure:
+    """Draw the bytes that cross NVLink for a token of six remote experts, by model and activations."""
+    names, parts = [], {"codes and scales": [], "weight": [], "results, bf16": []}
+    for model, one in MODELS.items():
+        for kind in ("mxfp8", "nvfp4", "bf16"):
+            names.append(f"{model}, {kind}")
+            pulled = overlap.dispatch_bytes(one.hidden, kind)
+            parts["codes and scales"].append(TOP * (pulled - 4) / 1e3)
+            parts["weight"].append(TOP * 4 / 1e3)
+            parts["results, bf16"].append(TOP * overlap.combine_bytes(one.hidden) / 1e3)
+    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
+    panel = Panel("kB a token and layer", totals, "{:.1f}", parts)
+    return side_by_side(names, [panel], ["mxfp8" in name for name in names], "what crosses devices", 1)
+
+
+def crossing_table(made: traffic.Case, found: Outcome) -> int:
+    """Show bytes that crossed beside those that must; returns the difference."""
+    seen, needed = traffic.crossed_bytes(found), traffic.needed_bytes(made)
+    routes = traffic.remote_routes(made)
+    table = [(name, seen.get(name, 0), needed.get(name, "by tiles")) for name in seen]
+    show_table(("region", "bytes crossed", "bytes needed"), table)
+    print(f"{routes} routes lead to another rank")
+    return traffic.difference(made, found)
+
+
+def timeline(found: Outcome) -> Figure:
+    """Draw what crosses devices and when the tensor cores work, of all ranks on one clock."""
+    kinds = {"counts": "routes and counts", "routes": "routes and counts"}
+    kinds |= dict.fromkeys(traffic.DISPATCH, "tokens pulled") | dict.fromkeys(
+        ("combine", "combined"), "results returned"
+    )
+    times: dict[tuple[int, str], list[np.ndarray]] = {}
+    for one in traffic.crossings(found):
+        times.setdefault((one.rank, kinds[one.region]), []).append(one.times)
+    for product in traffic.products(found):
+        times.setdefault((product.rank, product.layer), []).append(product.times)
+    everything = np.concatenate([x for parts in times.values() for x in parts])
+    width = max(1, int((everything.max() - everything.min()) / 250))
+    tracks = []
+    for rank in range(len(found.traces)):
+        for kind in _COLOURS:
+            if (rank, kind) in times:
+                start = np.sort(np.concatenate(times[rank, kind]))
+                tracks.append(Track(f"rank {rank}: {kind}", start, start + width, [kind] * len(start)))
+    return viz.timeline.timeline(tracks, "one launch a device, all devices on one clock", _COLOURS)
+
+
+def hidden_share(found: Outcome) -> float:
+    """Compute the share of pulled rows that came after the first product of their rank: dispatch under GEMMs."""
+    first = {one.rank: one.times.min() for one in traffic.products(found) if one.layer == "L1"}
+    rows_pulled = [one for one in traffic.crossings(found) if one.region == "x"]
+    after = sum(int((one.times > first[one.rank]).sum()) for one in rows_pulled)
+    return after / sum(len(one.times) for one in rows_pulled)
+
+
+def predicted(model: str, ranks: int, tokens: Sequence[int] = (1, 64, 512, 2048, 8192, 32768)) -> Figure:
+    """Draw the predicted time of a layer: GEMMs and what nothing hides, beside communication in all."""
+    found = [overlap.predict(model, n, ranks) for n in tokens]
+    parts = {
+        "dispatch that GEMM 1 waits for": [p.exposed_dispatch / p.total for p in found],
+        "GEMMs": [p.compute / p.total for p in found],
+        "combine after the last GEMM": [p.exposed_combine / p.total for p in found],
+    }
+    panels = [
+        Panel("share of the layer (predicted)", [1.0] * len(found), " ", parts),
+        Panel("share of communication that is hidden (predicted)", [p.hidden for p in found], "{:.2f}"),
+    ]
+    names = [f"{n:,} token{'s' * (n > 1)} a rank" for n in tokens]
+    title = f"{model} on {ranks} ranks: predicted, not measured"
+    return side_by_side(names, panels, [False] * len(names), title, 2)
+
+
+def published() -> None:
+    """Show predicted times beside those that DeepGEMM published for its kernel on eight B200."""
+    table = []
+    for (model, tokens), us in overlap.PUBLISHED.items():
+        one = overlap.predict(model, tokens)
+        cells = f"{one.compute:.0f}", f"{one.dispatch + one.combine:.0f}", f"{100 * one.hidden:.0f} %"
+        table.append((model, tokens, *cells, f"{one.total:.0f}", f"{us:g}"))
+    heads = "GEMMs, us", "communication, us", "of it hidden", "layer, us (all predicted)", "published, us"
+    show_table(("model", "tokens a rank", *heads), table)
+
+
+def faults_table(found: Sequence[tuple[str, str, str, bool]]) -> int:
+    """Show faults, what they do and what found them; returns how many nothing found."""
+    show_table(("fault", "what it does", "what finds it", "found"), [(*x[:3], "yes" if x[3] else "NO") for x in found])
+    return sum(not one[3] for one in found)
+
+
+def features() -> None:
+    """Show the features of a public text on such a kernel, and where each is here."""
+    show_table(("row", "feature", "where", "verified"), [tuple(row) for row in rows.table()])

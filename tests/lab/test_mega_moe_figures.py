@@ -1,0 +1,117 @@
+"""The page on the fused MoE: its figures and tables, the table of features, and the reader's solution."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from dsv4lib import env
+from dsv4lib.dsl.block_scale_probe import TARGETS
+from dsv4lib.ops.mega_moe.faults import FAULTS
+from dsv4lib.pages.mega_moe import figures, page, rows, traffic
+from dsv4lib.pages.quantize import run_case as conversions
+from dsv4lib.predict import overlap
+from dsv4lib.viz.style import alt_text
+from tests.cases import cases
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Two ranks, nine and fourteen tokens, traced."""
+    return page.run(2, 14, 0)
+
+
+def test_bytes_that_cross_are_those_that_must(run, capsys):
+    assert run.found.right and not run.found.hazards and figures.crossing_table(run.made, run.found) == 0
+    routes, layout = traffic.remote_routes(run.made), run.made.layout
+    needed = traffic.needed_bytes(run.made)
+    assert needed["combine"] == 2 * layout.hidden * routes and needed["x"] == layout.hidden * routes > 0
+    assert needed["counts"] == 2 * 8 * layout.local  # two ranks tell each other about four experts
+    seen = traffic.crossed_bytes(run.found)
+    assert set(seen) == {"combined", *needed} and sum(seen.values()) > sum(needed.values())
+
+
+def test_a_result_that_stays_at_home_is_missing(run):
+    found = page.run(2, 14, 0, "SlotOfOwner").found
+    assert traffic.difference(run.made, found) == traffic.needed_bytes(run.made)["combine"]
+
+
+def test_what_comes_first(run):
+    """Counts before the rows that they announce, rows before products, products before results."""
+    times = {(one.rank, one.region): one.times for one in traffic.crossings(run.found)}
+    layers = {(one.rank, one.layer): one.times for one in traffic.products(run.found)}
+    for rank in range(2):
+        assert times[1 - rank, "counts"].min() < times[rank, "x"].min() < layers[rank, "L2"].max()
+        assert layers[rank, "L1"].max() < layers[rank, "L2"].max()
+        assert times[rank, "combine"].min() > layers[rank, "L2"].min()
+    assert 0 <= figures.hidden_share(run.found) < 1
+    assert alt_text(figures.timeline(run.found)).count("rank 1") >= 5
+
+
+def test_the_same_bits_however_it_runs(run):
+    assert page.same_bits(run) == (0, 0, 0)
+    other = page.run(2, 14, 0, "FirstWeight").found
+    assert page.differing(run.found.outs, other.outs) > 100
+    assert page.differing(run.found.outs, other.outs[:1]) == 23 * page.HIDDEN  # not as many: all differ
+
+
+@pytest.mark.parametrize("seed", cases(full=[0]))
+def test_every_fault_is_seen(seed, capsys):
+    found = page.faults(seed)
+    assert len(found) == len(page.SHOWN) + 1 and figures.faults_table(found) == 0
+    assert "scope_between_devices" in found[0][2]
+    assert figures.faults_table([(*found[0][:3], False)]) == 1
+    assert set(page.SHOWN) <= set(FAULTS)
+
+
+@pytest.mark.parametrize("seed", cases(full=[0]))
+def test_a_dropped_rank_is_reported(seed):
+    text = page.dropped(seed)
+    assert "of buffer of device 0; waits until" in text
+    assert text.endswith(f"device 1: stopped after {page.STOPPED_AFTER} warp-instructions, an injected fault")
+
+
+def test_conversions():
+    sample = conversions.samples(4, ("gaussian",))["gaussian"]
+    figure, weights, outputs = figures.losses(sample, conversions.expert(16, 256, 128, 0.02, 10.0, 0))
+    assert alt_text(figure) and alt_text(figures.ratios(sample))
+    assert weights["e4m3_split"].relative == weights["bf16"].relative == 0 < weights["e4m3_expand"].relative < 0.03
+    assert weights[figures.LITERAL].cos < 0.98 < figures.weights_error(sample, "mxfp4").cos
+    assert outputs["bf16"].relative < outputs["e4m3_split"].relative < outputs["e4m3_expand"].relative < 0.1
+    assert outputs[figures.LITERAL].relative > 0.3
+
+
+def test_the_assembler_and_the_predictions(capsys):
+    figure, wrong = figures.variants({name: name for name in TARGETS})
+    assert wrong == 0 and "sm_100f" in [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert figures.variants({"sm_100f": "sm_100a"})[1] == 4
+    assert "predicted, not measured" in figures.predicted("Flash", 8).get_suptitle()
+    assert alt_text(figures.bytes_a_token())
+    figures.published()
+    assert "all predicted" in capsys.readouterr().out
+
+
+def test_features_are_where_the_table_says(capsys):
+    """Every path and every test that a row names exists, and what is not verified says so."""
+    table = rows.table()
+    assert [row.row for row in table] == [f"4.{i}" for i in range(1, 23)]
+    for row in table:
+        assert row.verified.startswith(rows.STATES), row
+        assert row.paths() or row.verified == "not built" and row.where == "-", row
+        for path in row.paths():
+            assert (env.root() / path).is_file(), (row.row, path)
+        for path, function in row.tests():
+            assert f"def {function}(" in (env.root() / path).read_text(), (row.row, function)
+    figures.features()
+    shown = capsys.readouterr().out
+    assert all(f"{row.row} " in shown for row in table)
+
+
+def test_the_folded_solution_is_right():
+    cells = json.loads((env.root() / "notebooks" / "87_mega_moe.ipynb").read_text())["cells"]
+    turn = "".join(next(cell["source"] for cell in cells if cell["id"] == "turn"))
+    names = {"overlap": overlap}
+    exec(re.search(r"<details>.*```python\n(.*?)```", turn, re.S).group(1), names)
+    now, then = 7168 + 224 + 4 + 14336, 2 * (7168 + 224) + 4
+    assert names["saved"](7168) == pytest.approx(1 - then / now) and np.isclose(names["saved"](7168), 0.32, atol=0.005)
