@@ -72,11 +72,15 @@ class Block:
 
 @dataclass
 class Page:
-    """A rendered notebook: its blocks, and one picture, small. Also how many pictures came without a description."""
+    """A rendered notebook: its blocks, and one picture, small. Also how many pictures came without a description.
+
+    ``small`` is the picture whose shape suits a card best so far (PNG and description), ``thumbnail`` its HTML.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     undescribed: int = 0
     thumbnail: Markup | None = None
+    small: tuple[bytes, str] | None = None
     thumbnail_fit: float = math.inf
 
 
@@ -117,8 +121,11 @@ def render(path: Path, title: str, clean: Callable[[str], str], pictures: Pictur
         clean: takes private detail out of a text; applied to every text before it is rendered.
         pictures: where pictures go; default into the page.
     """
-    notebook = nbformat.read(path, as_version=4)
-    pictures = pictures or Inline()
+    return render_cells(nbformat.read(path, as_version=4), title, clean, pictures or Inline())
+
+
+def render_cells(notebook: nbformat.NotebookNode, title: str, clean: Callable[[str], str], pictures: Pictures) -> Page:
+    """Render a notebook that is read already. Arguments as of `render`."""
     page, budget = Page(), _Budget(notebook, pictures)
     for cell in notebook.cells:
         if BANNER in cell.metadata.get("tags", []):
@@ -138,6 +145,9 @@ def render(path: Path, title: str, clean: Callable[[str], str], pictures: Pictur
             if left_out:
                 outputs = "An output" if left_out == 1 else f"{left_out} outputs"
                 page.blocks.append(note(f"{outputs} of this cell stand in the notebook only: the page is full."))
+    if page.small is not None:
+        data, alt = page.small
+        page.thumbnail = Markup(f'<img src="{pictures.keep(data, "image/png")}" alt="') + alt + Markup('">')
     return page
 
 
@@ -347,7 +357,7 @@ def _offer_thumbnail(page: Page, raw: bytes, alt: str) -> None:
         buffer, "PNG", optimize=True
     )
     page.thumbnail_fit = fit
-    page.thumbnail = Markup(f'<img src="{_uri(buffer.getvalue(), "image/png")}" alt="') + alt + Markup('">')
+    page.small = (buffer.getvalue(), alt)
 
 
 class _Budget:
