@@ -372,6 +372,9 @@ def test_in_a_browser_it_is_quiet_fits_a_phone_and_finds_words(made: build.Made,
                 page.emulate_media(color_scheme=scheme)
                 papers.append(page.evaluate("getComputedStyle(document.querySelector('main')).backgroundColor"))
             assert papers[0] != papers[1]
+            page.goto((folder / "index.html").as_uri())
+            boxes = page.evaluate("[...document.querySelectorAll('.wide')].map(b => b.scrollWidth > b.clientWidth)")
+            assert boxes == [True]  # the table is read by scrolling it, not letter by letter
             page.goto((folder / "changelog.html").as_uri())
             page.get_by_role("searchbox").fill("Quokka zanz")
             page.get_by_text("1 section").wait_for()

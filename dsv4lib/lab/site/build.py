@@ -147,7 +147,7 @@ def _check_free(out: Path) -> None:
 
 
 def _replace(made: Path, out: Path) -> None:
-    """Put ``made`` where ``out`` is; whoever reads it meets the old site or the new one."""
+    """Put ``made`` where ``out`` is; a reader meets the old site or the new one."""
     if out.exists():
         os.rename(out, made.parent / "old")
     os.rename(made, out)

@@ -12,7 +12,7 @@ from dsv4lib.lab.site.links import HEADING, plain
 
 FILE = "search-index.js"
 SECTION_CHARACTERS = 6_000  # of one section
-OUTPUT_CHARACTERS = 800  # of one output: numbers that nobody looks for
+OUTPUT_CHARACTERS = 800  # of one output: mostly numbers
 
 
 class Section(NamedTuple):
