@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from html.parser import HTMLParser
@@ -269,6 +270,33 @@ def test_a_notebook_that_changed_after_its_run_says_so(tmp_path: Path, stage_wri
     write_run(root, one, text="a", stage_fingerprint="0" * 12)
     made = build.write_site(root / "site", root)
     assert "has changed since this run" in (made.index.parent / "10_one.html").read_text()
+
+
+def test_a_document_that_cannot_be_shown_costs_its_page(tmp_path: Path) -> None:
+    (tmp_path / "secret.md").write_text("# Secret of others")
+    root = tmp_path / "w"
+    (root / "data" / "bench").mkdir(parents=True)
+    (root / "README.md").write_text("# Fine\n\nplatypus")
+    (root / "CHANGELOG.md").symlink_to(tmp_path / "secret.md")
+    (root / "data" / "bench" / "deep.md").write_text(">" * 5000 + "x")
+    (root / "data" / "bench" / "large.md").write_text("# Large\n\n    " + "x" * (build.PAGE_BYTES + 1))
+    (root / "data" / "bench" / "larger.md").write_text("x" * (build.DOCUMENT_BYTES + 1))
+    made = build.write_site(root / "site", root)
+    pages = {path.stem: path.read_text() for path in made.index.parent.glob("*.html")}
+    assert "platypus" in pages["index"] and "tour" not in pages
+    assert "cannot be shown" in pages["changelog"] and "cannot be shown" in pages["bench-larger"]
+    assert "too large for one page" in pages["bench-large"] and "bench-deep" in pages
+    for path in made.index.parent.iterdir():
+        assert path.is_dir() or (b"Secret of others" not in path.read_bytes() and path.stat().st_size < 2_000_000)
+
+
+def test_templates_travel_with_the_wheel() -> None:
+    listed = tomllib.loads((env.root() / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for folder in (build.TEMPLATES, build.OWN):
+        package = ".".join(folder.parent.relative_to(env.root()).parts)
+        assert {path.name for path in folder.iterdir() if path.is_file()} == {
+            path.name for pattern in listed[package] for path in folder.parent.glob(pattern)
+        }
 
 
 def test_only_an_own_folder_is_replaced(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

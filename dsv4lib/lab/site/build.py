@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.report import cells
@@ -33,6 +33,7 @@ from dsv4lib.lab.verdicts import LOOKS
 OWN = Path(__file__).parent / "templates"
 MARK = ".dsv4-site"  # in a folder that this command made and may replace
 DOCUMENT_BYTES = 4 << 20
+PAGE_BYTES = 2_000_000
 TOUR_FILE = "tour.html"
 
 
@@ -154,9 +155,14 @@ def _replace(made: Path, out: Path) -> None:
 
 
 def _document(source: Source, root: Path, clean: Callable[[str], str], pictures: Files) -> Page:
-    text = read_own(root / source.path, DOCUMENT_BYTES, anybody=True).decode(errors="replace")
-    title, rest = take_title(cells.markdown(clean(text), pictures))
-    return Page(source, title or Markup("{}").format(source.path), [cells.Block("prose", rest)])
+    try:
+        text = read_own(root / source.path, DOCUMENT_BYTES, anybody=True).decode(errors="replace")
+        title, rest = take_title(cells.markdown(clean(text), pictures))
+    except Exception as error:  # a link, a file too large, Markdown too deep: one page must not cost the site
+        return Page(
+            source, escape(source.path), [cells.note(f"This document cannot be shown ({type(error).__name__}).")]
+        )
+    return Page(source, title or escape(source.path), [cells.Block("prose", rest)])
 
 
 def _notebook(
@@ -184,7 +190,7 @@ def _notebook(
             rendered = cells.render_cells(notebook, name, clean, pictures)
         except Exception as error:  # one page must not cost the site
             rendered = cells.Page([cells.note(f"This notebook cannot be shown ({type(error).__name__}).")])
-    blocks, title = list(rendered.blocks), Markup("{}").format(name)
+    blocks, title = list(rendered.blocks), escape(name)
     if blocks and blocks[0].kind == "prose":
         found, rest = take_title(blocks[0].html)
         title, blocks[0] = found or title, cells.Block("prose", rest)
@@ -225,7 +231,11 @@ def _write(folder: Path, pages: list[Page], run: str) -> None:
         beside = groups[page.source.group]
         at = beside.index(page)
         around = {"before": beside[at - 1] if at else None, "after": beside[at + 1] if at + 1 < len(beside) else None}
-        text = templates.get_template("page.html").render(page=page, current=page.file, **around, **common)
+        template = templates.get_template("page.html")
+        text = template.render(page=page, current=page.file, **around, **common)
+        if len(text.encode(errors="replace")) > PAGE_BYTES:
+            page.blocks = [cells.note(f"This is too large for one page: {page.source.path} of the repository has it.")]
+            text = template.render(page=page, current=page.file, **around, **common)
         _put(folder / page.file, text)
     if notebooks:
         _put(folder / TOUR_FILE, templates.get_template("tour.html").render(page=None, current=TOUR_FILE, **common))

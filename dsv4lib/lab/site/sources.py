@@ -104,11 +104,11 @@ def executed(root: Path, wanted: str | None) -> Run:
         ArgumentError: there is no such run, or it has executed no notebook.
     """
     runs, shown = runs_folder(root), stages_by_notebook(root)
-    stored = [one for one in manifest.stored(runs) if one.set != "negatives"]
+    stored = manifest.stored(runs)
     if wanted is not None:
         stored = [one for one in stored if one.run_id == wanted]
         if not stored:
-            raise ArgumentError("--runs", wanted, f"the name of a folder in {runs.name}/ with a plan of such a run")
+            raise ArgumentError("--runs", wanted, f"the name of a folder in {runs.name}/ with a plan")
     ranked = sorted(stored, key=lambda one: (one.whole and one.state == "complete", one.run_id), reverse=True)
     for one in ranked:
         notebooks = _notebooks(one.folder, shown)
