@@ -426,6 +426,8 @@ def test_in_a_browser_the_index_is_filtered_and_fits_a_phone(tmp_path: Path) -> 
                 page.emulate_media(color_scheme=scheme)
                 page.goto(path.as_uri())
                 assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+                boxes = "[...document.querySelectorAll('.rows')].map(t => t.scrollWidth <= t.parentNode.clientWidth)"
+                assert page.evaluate(boxes) == [True] * 3
                 papers.append(page.evaluate("getComputedStyle(document.querySelector('main')).backgroundColor"))
             assert papers[0] != papers[1]
             rows = page.locator(".verdicts tbody tr:visible")

@@ -115,6 +115,7 @@ def fill(root: Path, make: Callable[..., Stage]) -> tuple[Stage, Stage]:
     (root / "data" / "bench" / "rows.csv").write_text("a,b\n")
     (root / "data" / "figures" / "a.png").write_bytes(png())
     (root.parent / "outside.png").write_bytes(png())
+    (root.parent / "secret.md").write_text("# There, but not in the workspace")
     notebook = nbformat.read(two.notebook_path, as_version=4)
     notebook.cells[0].source = f"# Two {EVIL}\n\n[one](10_one.ipynb) and $x^2$\n\n## Narwhal\n\ntext"
     notebook.cells[1].outputs = [nbformat.v4.new_output("stream", name="stdout", text="stale number 17")]
