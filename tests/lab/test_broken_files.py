@@ -19,6 +19,7 @@ from rich.console import Console
 from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import cli, command, records
+from dsv4lib.lab.report import scrub
 from dsv4lib.lab.run import devices, files, manifest, plan, runner
 from dsv4lib.lab.run.progress import Progress
 from dsv4lib.lab.stage import Stage
@@ -174,10 +175,15 @@ def test_records_and_plan_say_commit_and_machine(
     for one in (record, plan_now):
         assert (one.commit, one.dirty, one.label) == ("ab" * 20, True, "builder one")
         assert one.machine["driver"] == "570.86.15 CUDA 12.8"
+    monkeypatch.setattr(scrub.socket, "gethostname", lambda: "node-17.example")
+    monkeypatch.setenv("DSV4_MACHINE", "node-17.example")
+    scrub._replacements.cache_clear()
+    assert run(tmp_path)[0] == 0 and records.load(tmp_path / "data")[-1].label == "<host>"
+    scrub._replacements.cache_clear()
     monkeypatch.setenv("DSV4_MACHINE", "/home/alice")
     with pytest.raises(DSV4Error, match="DSV4_MACHINE=.*alice.*letters"):
         run(tmp_path)
-    assert len(manifest.stored(tmp_path / "data" / "runs")) == 1
+    assert len(manifest.stored(tmp_path / "data" / "runs")) == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"set": 1}', '{"jobs": 5}'])
