@@ -340,12 +340,13 @@ def test_names_of_pages(tmp_path: Path) -> None:
 
 def test_anchors_are_unique_and_sections_follow_them() -> None:
     text, headings = links.with_anchors(
-        markdown("before\n\n## A b\n\nfirst $x$\n\n### A b\n\n`co`de\n\n## !?\n\nend"), set()
+        markdown("before\n\n## A b\n\nfirst $x$\n\n### A b\n\n`co`de\n\n## !?\n\n## Last"), set()
     )
-    assert [(h.level, h.anchor) for h in headings] == [(3, "a-b"), (4, "a-b-1"), (3, "section")]
+    assert [(h.level, h.anchor) for h in headings] == [(3, "a-b"), (4, "a-b-1"), (3, "section"), (3, "last")]
     found = search.sections([Block("prose", text), Block("picture", markdown("x"), "alt")])
     assert found == [
-        ("", "", "before"), ("a-b", "A b", "first x"), ("a-b-1", "A b", "code"), ("section", "!?", "end x"),
+        ("", "", "before"), ("a-b", "A b", "first x"), ("a-b-1", "A b", "code"), ("section", "!?", ""),
+        ("last", "Last", "x"),
     ]  # fmt: skip
     script = search.script([("a.html", "A \u2028 </script>", found)])
     listed = json.loads(script.removeprefix("window.DSV4_SEARCH = ").removesuffix(";\n"))
