@@ -11,12 +11,19 @@ import functools
 import hashlib
 import os
 import platform
+import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
+from dsv4lib.errors import ArgumentError
+
+LABEL = "DSV4_MACHINE"  # a name that the owner gives this machine; without it, records name none
+DRIVER = Path("/proc/driver/nvidia/version")
 INSTALLED = "workspace"  # in the package of a wheel, made by setup.py
 HOST_SIDE = ("__init__.py", "op.py", "bench", "peers")  # beginnings of names of an op: no kernel depends on it
 PACKAGES = (
@@ -118,8 +125,62 @@ def _digest(paths: Iterable[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
+class Revision(NamedTuple):
+    """The git commit of the sources (40 hex digits, "" where unknown) and whether anything differs from it."""
+
+    commit: str = ""
+    dirty: bool | None = None
+
+
+def revision(folder: Path | None = None) -> Revision:
+    """Return the commit of ``folder``, by default of the clone this package lies in.
+
+    Dirty are changed files as well as new ones that git does not ignore. Nothing is known of a wheel, of a folder
+    inside another repository or without git.
+    """
+    place = (folder or package().parent).resolve()
+    said = _git(place, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+    if len(said) != 2 or Path(said[0]).resolve() != place or not re.fullmatch(r"[0-9a-f]{40,64}", said[1]):
+        return Revision()
+    return Revision(said[1], bool(_git(place, "status", "--porcelain").strip()))
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git prints, or nothing. It takes no lock and starts no monitor, so that a run disturbs no other command."""
+    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "-C", str(folder), *words]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=own)
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def machine_label() -> str:
+    """Return the name that DSV4_MACHINE gives this machine, or an empty string: a host name is never looked up.
+
+    Raises:
+        ArgumentError: it is no short name.
+    """
+    label = os.environ.get(LABEL, "").strip()
+    if label and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,39}", label):
+        raise ArgumentError(LABEL, label, "1 to 40 letters, digits, spaces, dots, dashes or underscores")
+    return label
+
+
+def driver() -> str:
+    """Return the NVIDIA driver's version and the newest CUDA it supports, or "none"."""
+    cuda = driver_cuda()
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", DRIVER.read_text())
+    except (OSError, UnicodeDecodeError):
+        found = None
+    known = [found[1]] if found else []
+    return " ".join(known + ([f"CUDA {cuda[0]}.{cuda[1]}"] if cuda else [])) or "none"
+
+
 def machine() -> dict[str, str]:
-    """Processor kind, usable cores, memory and GPU names. No host name, user or path."""
+    """Processor kind, usable cores, memory, GPU names and their driver. No host name, user or path."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts = {
         "system": f"{platform.system()} {platform.machine()}",
@@ -129,6 +190,7 @@ def machine() -> dict[str, str]:
     }
     gpus = gpu_names()
     facts["gpu"] = ", ".join(gpus) if gpus else "none"
+    facts["driver"] = driver()
     return facts
 
 

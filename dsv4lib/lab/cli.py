@@ -1,4 +1,4 @@
-"""The command line of the lab, called by `./dsv4`: run, stages, report, test, lint, doctor, lab.
+"""The command line of the lab, called by `./dsv4`: run, stages, report, site, test, lint, doctor, lab.
 
 `run` decides its exit code by the table in `verdicts.py`; every other refusal is one red line and exit code 2.
 """
@@ -130,6 +130,22 @@ def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the 
         import webbrowser
 
         webbrowser.open(pages[-1].as_uri())
+
+
+@app.command()
+def site(
+    out: Annotated[Path, typer.Option(help="folder to make; one that this command made is replaced")] = Path("site"),
+    runs: Annotated[
+        str | None, typer.Option(help="run whose notebooks are shown [default: the newest whole run, else the newest]")
+    ] = None,
+) -> None:
+    """Publish notebooks, documents and tables of results as a static site that needs no network and no server."""
+    from dsv4lib.lab.site import build
+
+    made = build.write_site(out, workspace(), runs)
+    print(f"{os.path.relpath(made.index)}: {made.pages} pages, {made.executed} of {made.notebooks} notebooks executed")
+    for source, target in [] if env.is_installed() else made.broken:  # a wheel has not every file of a clone
+        print(f"dsv4: {source}: its link to {target} leads nowhere", file=sys.stderr)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -41,7 +41,9 @@ class Record:
         backend: resolved back end; empty where none could be resolved.
         arch: target of the stage's kernels; empty for a stage without one.
         fingerprint, stage_fingerprint: of the library's sources, and of the contract with its notebook.
-        versions, machine: packages and kind of machine.
+        commit, dirty: git commit of the sources and whether anything differed from it; "" and None where unknown.
+        versions, machine: packages and kind of machine (cores, memory, GPU, driver).
+        label: what its owner calls the machine (DSV4_MACHINE); never its host name.
         metrics, skipped, gates: what the notebook reported and how it was judged.
         verdict, reason: class and one sentence.
         started: UTC. seconds: wall time. cpu_s: CPU time of all its processes.
@@ -76,6 +78,9 @@ class Record:
     counted_s: float = 0.0
     peak_mb: float = 0.0
     notebook: str = ""
+    commit: str = ""
+    dirty: bool | None = None
+    label: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     gates: list[GateResult] = field(default_factory=list)
@@ -109,6 +114,7 @@ def schema() -> pa.Schema:
     fields += [(name, text) for name in ("backend", "arch", "fingerprint", "stage_fingerprint", "versions", "machine")]
     fields += [("verdict", text), ("reason", text), ("started", pa.timestamp("us", tz="UTC")), ("seconds", number)]
     fields += [(name, number) for name in ("time_limit_s", "cpu_s", "counted_s", "peak_mb")] + [("notebook", text)]
+    fields += [("commit", text), ("dirty", pa.bool_()), ("label", text)]
     fields += [("metrics", pa.map_(text, number)), ("skipped", pa.map_(text, text)), ("gates", pa.list_(gate))]
     return pa.schema(fields)
 
@@ -137,7 +143,7 @@ def write(record: Record, run_folder: Path) -> Path:
 
 
 def path(run_folder: Path, job: str, attempt: int) -> Path:
-    """Find the where the record of this attempt lies."""
+    """Return where the record of this attempt lies."""
     return run_folder / "records" / f"{job}-{attempt}.parquet"
 
 
@@ -208,7 +214,8 @@ def latest(records: list[Record]) -> dict[str, Record]:
 def _from_row(row: dict[str, Any]) -> Record:
     for name in _AS_JSON:
         row[name] = json.loads(row[name])
-    row |= {name: row[name] or 0.0 for name in ("cpu_s", "counted_s")}  # records had none of these before
+    row |= {name: row[name] or 0.0 for name in ("cpu_s", "counted_s")}  # older records have none of these,
+    row |= {name: row[name] or "" for name in ("commit", "label")}  # nor of these, and ``dirty`` is null
     row["verdict"] = Verdict(row["verdict"])
     row["started"] = row["started"].astimezone(UTC)
     row["metrics"], row["skipped"] = dict(row["metrics"]), dict(row["skipped"])

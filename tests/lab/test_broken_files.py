@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import cli, command, records
+from dsv4lib.lab.report import scrub
 from dsv4lib.lab.run import devices, files, manifest, plan, runner
 from dsv4lib.lab.run.progress import Progress
 from dsv4lib.lab.stage import Stage
@@ -135,11 +137,53 @@ def test_records_of_an_older_lab_are_read(make: Callable[..., Stage], tmp_path: 
     make("one")
     run(tmp_path)
     path = next((only_run(tmp_path) / "records").glob("*"))
-    table = pq.read_table(path).drop_columns(["cpu_s", "counted_s"])
+    table = pq.read_table(path).drop_columns(["cpu_s", "counted_s", "commit", "dirty", "label"])
     pq.write_table(table.rename_columns({"expect_fail": "reds"}), path)
     (record,) = records.load(tmp_path / "data")
     assert record.expect_fail == ""  # null where the old name is unknown
     assert (record.cpu_s, record.counted_s, record.verdict) == (0.0, 0.0, Verdict.PASSED)
+    assert (record.commit, record.dirty, record.label) == ("", None, "")
+
+
+def test_a_plan_of_an_older_lab_is_read_and_resumed(
+    make: Callable[..., Stage], tmp_path: Path, endings: dict[str, Any]
+) -> None:
+    make("one")
+    endings["one"] = Verdict.CRASH
+    run(tmp_path)
+    path = only_run(tmp_path) / "plan.json"
+    now = json.loads(path.read_text())
+    new = ("commit", "dirty", "label", "machine", "versions")
+    assert now["machine"]["driver"] and now["versions"]["python"]
+    path.write_text(json.dumps({name: value for name, value in now.items() if name not in new}))
+    (old,) = manifest.stored(tmp_path / "data" / "runs")
+    assert (old.commit, old.dirty, old.label, old.machine, old.versions) == ("", None, "", {}, {})
+    endings.clear()
+    assert run(tmp_path, resume=True)[0] == 0
+    assert {name: json.loads(path.read_text())[name] for name in new} == {name: now[name] for name in new}
+
+
+def test_records_and_plan_say_commit_and_machine(
+    make: Callable[..., Stage], tmp_path: Path, endings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("one")
+    monkeypatch.setattr(env, "revision", lambda: env.Revision("ab" * 20, True))
+    monkeypatch.setattr(env, "driver", lambda: "570.86.15 CUDA 12.8")
+    monkeypatch.setenv("DSV4_MACHINE", "builder one")
+    assert run(tmp_path)[0] == 0
+    (record,), (plan_now,) = records.load(tmp_path / "data"), manifest.stored(tmp_path / "data" / "runs")
+    for one in (record, plan_now):
+        assert (one.commit, one.dirty, one.label) == ("ab" * 20, True, "builder one")
+        assert one.machine["driver"] == "570.86.15 CUDA 12.8"
+    monkeypatch.setattr(scrub.socket, "gethostname", lambda: "node-17.example")
+    monkeypatch.setenv("DSV4_MACHINE", "node-17.example")
+    scrub._replacements.cache_clear()
+    assert run(tmp_path)[0] == 0 and records.load(tmp_path / "data")[-1].label == "<host>"
+    scrub._replacements.cache_clear()
+    monkeypatch.setenv("DSV4_MACHINE", "/home/alice")
+    with pytest.raises(DSV4Error, match="DSV4_MACHINE=.*alice.*letters"):
+        run(tmp_path)
+    assert len(manifest.stored(tmp_path / "data" / "runs")) == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"set": 1}', '{"jobs": 5}'])

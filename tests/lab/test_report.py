@@ -123,7 +123,7 @@ def test_it_opens_offline_and_runs_nothing(everything: dict[str, str]) -> None:
             if tag == "link":
                 assert attributes["href"] == "data:,"
             elif "href" in attributes:
-                assert re.match(r"https?://|[\w-]+\.html$", attributes["href"] or ""), attributes
+                assert re.match(r"https?://|[\w-]+\.html$|#only-\w+$|#all$", attributes["href"] or ""), attributes
             assert "url(" not in (attributes.get("style") or "")
         style = "".join(re.findall(r"<style>(.*?)</style>", text, re.S))
         assert "url(" not in style and "@import" not in style and "http" not in style
@@ -165,7 +165,39 @@ def test_skipped_checks_interruption_and_losses_are_shown(everything: dict[str, 
 def test_every_class_has_its_colour_and_word(tmp_path: Path, verdict: Verdict) -> None:
     text = built(tmp_path, verdict=verdict)["index.html"]
     look = LOOKS[verdict]
-    assert re.search(rf'style="color:{look.ink};background:{look.paper}">(1 )?{look.label}<', text)
+    assert re.search(rf'style="color:{look.ink};background:{look.paper}">1 {look.label}<', text)
+    assert re.search(rf'style="color:{look.ink};background:{look.paper}">{look.label}<', text)
+
+
+def several(tmp_path: Path) -> str:
+    """The index of a run with a passed, a skipped and two red notebooks, in this order."""
+    verdicts = {"good": Verdict.PASSED, "left": Verdict.SKIPPED, "wrong": Verdict.GATE_FAILED, "slow": Verdict.TIMEOUT}
+    records = [replace(RECORD, job=f"{name}-00", title=name, verdict=one) for name, one in verdicts.items()]
+    return report.write_report(tmp_path, records, tmp_path).read_text()
+
+
+def test_red_stands_first(tmp_path: Path) -> None:
+    text = several(tmp_path)
+    shown = re.findall(r'<td><a href="(\w+)-00.html">', text)
+    assert shown == ["slow", "wrong", "left", "good"]
+    assert text.index("Metrics of what is red") < text.index("slow-00</small></th>") < text.index("Metrics and bounds")
+    assert text.index("Metrics and bounds") < text.index("good-00</small></th>")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"commit": "ab" * 20, "dirty": False, "label": "b200 one"}, ["commit ababababab", "machine b200 one"]),
+        ({"commit": "ab" * 20, "dirty": True}, ["commit ababababab with uncommitted changes"]),
+        ({}, ["commit unknown"]),
+    ],
+)
+def test_date_set_commit_and_machine_are_at_the_top(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    for page in built(tmp_path, **changes).values():
+        top = Page(page.split("</header>")[0]).text
+        for word in ("2026-01-01 00:00 UTC", "set quick", *words):
+            assert word in top
+        assert ("machine" in top) == ("label" in changes) and ("uncommitted" in top) == bool(changes.get("dirty"))
 
 
 def luminance(colour: str) -> float:
@@ -184,11 +216,15 @@ def test_contrast_is_wcag_aa() -> None:
     for look in LOOKS.values():
         assert contrast(look.ink, look.paper) >= 4.5, look
     style = (report.TEMPLATES / "style.css").read_text()
-    for colour in re.findall(r"[ ;{]color: (#[0-9a-f]{6})", style):
-        assert min(contrast(colour, paper) for paper in ("#ffffff", "#f5f7f9", "#fdf3f5")) >= 4.5, colour
-    for name in ("ink", "muted", "accent"):
-        colour = re.search(rf"--{name}: (#[0-9a-f]{{6}})", style)
-        assert colour and contrast(colour[1], "#f5f7f9") >= 4.5
+    themes = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{(.*?)\}", style)]
+    light, dark = themes
+    assert set(light) == set(dark) and luminance(light["paper"]) > 0.9 > 0.1 > luminance(dark["paper"])
+    papers = ("paper", "wash", "bad-wash")
+    for theme in themes:
+        for name in set(theme) - {*papers, "line", "edge", "bad-edge"}:
+            assert min(contrast(theme[name], theme[paper]) for paper in papers) >= 4.5, (name, theme[name])
+    for colour in re.findall(r"[ ;{]color: (#[0-9a-f]{6})", style):  # of what stays on white in both
+        assert contrast(colour, "#ffffff") >= 4.5, colour
 
 
 def test_a_notebook_stays_under_two_megabytes(tmp_path: Path) -> None:
@@ -369,12 +405,44 @@ def test_a_run_without_a_notebook_has_a_page(make: Callable[..., Any], tmp_path:
     assert "no back end" in (index.parent / "one-00.html").read_text()
 
 
-def test_in_a_browser_nothing_leaves_and_nothing_runs(everything: dict[str, str], tmp_path: Path) -> None:
-    """The pages with hostile texts and outputs, opened from file:// in a real browser."""
+def chromium() -> str:
+    """Path of a Chromium, or a visible skip."""
     named = os.environ.get("DSV4_CHROMIUM")
     found = named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("no Chromium: set DSV4_CHROMIUM or put chromium on PATH")
+    return found or pytest.skip("no Chromium: set DSV4_CHROMIUM or put chromium on PATH")
+
+
+def test_in_a_browser_the_index_is_filtered_and_fits_a_phone(tmp_path: Path) -> None:
+    found, path = chromium(), tmp_path / "report" / "index.html"
+    several(tmp_path)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which(found), chromium_sandbox=False)
+        try:
+            page = browser.new_page(viewport={"width": 390, "height": 800})
+            papers = []
+            for scheme in ("light", "dark"):
+                page.emulate_media(color_scheme=scheme)
+                page.goto(path.as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+                boxes = "[...document.querySelectorAll('.rows')].map(t => t.scrollWidth <= t.parentNode.clientWidth)"
+                assert page.evaluate(boxes) == [True] * 3
+                papers.append(page.evaluate("getComputedStyle(document.querySelector('main')).backgroundColor"))
+            assert papers[0] != papers[1]
+            rows = page.locator(".verdicts tbody tr:visible")
+            assert rows.count() == 4
+            page.get_by_role("link", name="1 gate failed").click()
+            assert rows.count() == 1 and "wrong" in rows.first.inner_text()
+            page.get_by_role("link", name="show all").click()
+            assert rows.count() == 4
+        finally:
+            browser.close()
+
+
+def test_in_a_browser_nothing_leaves_and_nothing_runs(everything: dict[str, str], tmp_path: Path) -> None:
+    """The pages with hostile texts and outputs, opened from file:// in a real browser."""
+    found = chromium()
     from playwright.sync_api import sync_playwright
 
     requests: list[str] = []

@@ -1,16 +1,16 @@
-"""Build the static report of one command. An index has every verdict; each notebook has one page.
+"""Build the static report of one command. An index has every verdict, red ones first; each notebook has one page.
 
 It opens from file://, runs no script and loads nothing: style and pictures are inside each page, and a content security
-policy in its head forbids the rest. Every text is escaped and freed of private paths and host names.
+policy in its head forbids the rest. Every text is escaped and freed of private paths and host names. The index is
+filtered by links to anchors (`:target` of its style sheet).
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -18,9 +18,11 @@ from dsv4lib.lab.records import Record
 from dsv4lib.lab.report import cells
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
-from dsv4lib.lab.verdicts import LOOKS, Verdict, exit_code_table
+from dsv4lib.lab.verdicts import LOOKS, SEVERITY, Verdict, exit_code_table
 
 TEMPLATES = Path(__file__).parent / "templates"
+# Red classes first, the worst of them on top; then what verified nothing; then what passed.
+ORDER = (*SEVERITY, Verdict.SKIPPED, Verdict.PASSED)
 
 
 def write_report(
@@ -38,20 +40,20 @@ def write_report(
     out = folder / "report"
     out.mkdir(exist_ok=True)
     clean = functools.partial(scrub, root=root)
-    environment = _environment()
-    shown = [_Shown(record, folder, clean) for record in records]
+    templates = environment()
+    shown = [Shown(record, folder, clean) for record in records]
     for index, one in enumerate(shown):
         neighbours = {
             "before": shown[index - 1] if index else None,
             "after": shown[index + 1] if index + 1 < len(shown) else None,
         }
-        text = environment.get_template("notebook.html").render(shown=one, record=one.record, **neighbours)
+        text = templates.get_template("notebook.html").render(shown=one, record=one.record, **neighbours)
         write_atomic(out / one.file, text.encode(errors="replace"))
     counts = Counter(record.verdict for record in records)
-    text = environment.get_template("index.html").render(
+    text = templates.get_template("index.html").render(
         records=records,
-        shown=shown,
-        counts=[(LOOKS[verdict], verdict, counts[verdict]) for verdict in Verdict if counts[verdict]],
+        shown=sorted(shown, key=lambda one: ORDER.index(one.record.verdict)),
+        counts=[(LOOKS[verdict], verdict, counts[verdict]) for verdict in ORDER if counts[verdict]],
         skipped_checks=sum(len(record.skipped) for record in records),
         seconds=sum(record.seconds for record in records),
         missing=[clean(key) for key in missing],
@@ -63,16 +65,18 @@ def write_report(
     return out / "index.html"
 
 
-class _Shown:
+class Shown:
     """A record with its rendered notebook, for the templates."""
 
-    def __init__(self, record: Record, folder: Path, clean: Any):
+    def __init__(
+        self, record: Record, folder: Path, clean: Callable[[str], str], pictures: cells.Pictures | None = None
+    ):
         self.record, self.file, self.look = record, f"{record.job}.html", LOOKS[record.verdict]
         notebook = folder / record.notebook
         self.page = cells.Page()
         if record.notebook and notebook.is_file():
             try:
-                self.page = cells.render(notebook, record.title, clean)
+                self.page = cells.render(notebook, record.title, clean, pictures)
             except Exception as error:  # one page must not cost the report
                 self.page = cells.Page([cells.note(f"This notebook cannot be shown ({type(error).__name__}).")])
         gated = {gate.metric for gate in record.gates}
@@ -80,21 +84,27 @@ class _Shown:
         self.other_skips = {name: why for name, why in record.skipped.items() if name not in gated}
         self.parameters = {name: clean(str(value)) for name, value in record.parameters.items()}
 
+    @property
+    def is_red(self) -> bool:
+        """Tell whether the run failed, in any way."""
+        return self.record.verdict not in (Verdict.PASSED, Verdict.SKIPPED)
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+
+def environment(*folders: Path) -> Environment:
+    """Return the templates of ``folders`` and of the report, which escape every text."""
+    made = Environment(
+        loader=FileSystemLoader([*folders, TEMPLATES]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = lambda value: "" if value is None else f"{value:.6g}"
-    environment.globals["LOOKS"] = LOOKS
-    environment.globals["GATE_LOOK"] = {
+    made.filters["number"] = lambda value: "" if value is None else f"{value:.6g}"
+    made.globals["LOOKS"] = LOOKS
+    made.globals["GATE_LOOK"] = {
         "passed": LOOKS[Verdict.PASSED],
         "failed": LOOKS[Verdict.GATE_FAILED],
         "skipped": LOOKS[Verdict.SKIPPED],
         "missing": LOOKS[Verdict.NO_VERDICT],
     }
-    return environment
+    return made

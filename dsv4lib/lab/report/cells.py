@@ -1,4 +1,4 @@
-"""Cells and outputs of an executed notebook as safe, self-contained HTML blocks.
+"""Render cells and outputs of a notebook as safe HTML blocks, self-contained unless told otherwise.
 
 nbconvert's own pages fetch scripts from the network and stay blank without it; here formulas become vector images,
 code is coloured by style sheet, pictures are inline, and HTML that a cell wrote passes an allow-list. Nothing in the
@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from xml.etree import ElementTree
 
 from dsv4lib.lab.run.quick_nbformat import nbformat  # before nbconvert, which imports it as well
@@ -72,31 +72,68 @@ class Block:
 
 @dataclass
 class Page:
-    """A rendered notebook: its blocks, and one picture, small. Also how many pictures came without a description."""
+    """A rendered notebook: its blocks, and one picture, small. Also how many pictures came without a description.
+
+    ``small`` is the picture whose shape suits a card best so far (PNG and description), ``thumbnail`` its HTML.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     undescribed: int = 0
     thumbnail: Markup | None = None
+    small: tuple[bytes, str] | None = None
     thumbnail_fit: float = math.inf
 
 
-def render(path: Path, title: str, clean: Callable[[str], str]) -> Page:
+class Pictures(Protocol):
+    """Where the pictures of a page go. ``limit`` is the bytes that all of them may have."""
+
+    limit: int
+
+    def keep(self, data: bytes, mime: str) -> str:
+        """Return the address of a raster picture for its page."""
+        ...
+
+    def find(self, address: str) -> str | None:
+        """Return the address of a picture that a text names, or None if it may not be shown."""
+        ...
+
+
+class Inline:
+    """Pictures stand in the page itself."""
+
+    limit = PICTURE_BYTES
+
+    def keep(self, data: bytes, mime: str) -> str:
+        """Return the picture as a data URI."""
+        return _uri(data, mime)
+
+    def find(self, address: str) -> str | None:
+        """Show no picture of another file."""
+        return None
+
+
+def render(path: Path, title: str, clean: Callable[[str], str], pictures: Pictures | None = None) -> Page:
     """Render the executed notebook at ``path``.
 
     Args:
         path: an .ipynb file.
         title: of the stage, used for pictures that carry no description.
         clean: takes private detail out of a text; applied to every text before it is rendered.
+        pictures: where pictures go; default into the page.
     """
-    notebook = nbformat.read(path, as_version=4)
-    page, budget = Page(), _Budget(notebook)
+    return render_cells(nbformat.read(path, as_version=4), title, clean, pictures or Inline())
+
+
+def render_cells(notebook: nbformat.NotebookNode, title: str, clean: Callable[[str], str], pictures: Pictures) -> Page:
+    """Render a notebook that is read already. Arguments as of `render`."""
+    page, budget = Page(), _Budget(notebook, pictures)
     for cell in notebook.cells:
         if BANNER in cell.metadata.get("tags", []):
             continue
         source = clean(cell.source)
         if cell.cell_type == "markdown":
             with _contained(page, "A text"):
-                page.blocks.append(Block("prose", markdown(source)))
+                page.blocks.append(Block("prose", markdown(source, pictures)))
         elif cell.cell_type == "code" and source.strip():
             with _contained(page, "The source of a cell"):
                 pending = cell.metadata.get("papermill", {}).get("status") == "pending"
@@ -108,6 +145,9 @@ def render(path: Path, title: str, clean: Callable[[str], str]) -> Page:
             if left_out:
                 outputs = "An output" if left_out == 1 else f"{left_out} outputs"
                 page.blocks.append(note(f"{outputs} of this cell stand in the notebook only: the page is full."))
+    if page.small is not None:
+        data, alt = page.small
+        page.thumbnail = Markup(f'<img src="{pictures.keep(data, "image/png")}" alt="') + alt + Markup('">')
     return page
 
 
@@ -125,9 +165,9 @@ def note(text: str) -> Block:
     return Block("note", escape(text))
 
 
-def markdown(source: str) -> Markup:
+def markdown(source: str, pictures: Pictures | None = None) -> Markup:
     """Render Markdown with formulas as safe HTML; its headings start at level 2."""
-    renderer = _Renderer(escape=False, exclude_anchor_links=True)
+    renderer = _Renderer(pictures or Inline(), escape=False, exclude_anchor_links=True)
     safe = sanitize(MarkdownWithMath(renderer=renderer).render(source))
     return Markup(re.sub(rf"{renderer.mark}(\d+)x", lambda m: renderer.held[int(m[1])], safe))
 
@@ -146,8 +186,9 @@ def _sanitizer() -> SanitizeHTML:
 class _Renderer(IPythonRenderer):  # type: ignore[misc]
     """Keeps formulas and inline pictures aside as marks, so that the allow-list may forbid every other image."""
 
-    def __init__(self, **options: Any):
+    def __init__(self, pictures: Pictures, **options: Any):
         super().__init__(**options)
+        self.pictures = pictures
         self.held: list[str] = []
         self.mark = f"held{secrets.token_hex(8)}n"  # no text can contain it by chance or will
 
@@ -171,6 +212,8 @@ class _Renderer(IPythonRenderer):  # type: ignore[misc]
         alt = html.escape(text or "picture", quote=True)
         if re.fullmatch(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+", url):
             return self._hold(f'<img src="{url}" alt="{alt}">')
+        if found := self.pictures.find(url):
+            return self._hold(f'<img src="{html.escape(found, quote=True)}" alt="{alt}">')
         return f"[{alt}]"
 
 
@@ -278,15 +321,17 @@ def _picture(
         raw = clean(_joined(value)).encode()
         if not ElementTree.fromstring(raw).tag.endswith("svg"):  # not a picture: an empty box on the page
             raise ValueError("no SVG")
-        fitted: tuple[bytes, str] | None = (raw, mime) if budget.take(len(raw)) else None
+        fitted: tuple[bytes, str] | None = (raw, mime) if budget.take_vector(len(raw)) else None
     else:
         fitted = budget.fit(base64.b64decode(_joined(value)), mime)
     if fitted is None:
         page.blocks.append(note(f"A figure too large for this page is in the notebook: {alt}"))
         return
-    if fitted[1] != "image/svg+xml":
+    if fitted[1] == "image/svg+xml":  # as a file it could run scripts when it is opened by itself
+        uri = _uri(*fitted)
+    else:
         _offer_thumbnail(page, fitted[0], alt)
-    uri = _uri(*fitted)
+        uri = budget.pictures.keep(*fitted)
     width = said.get("width")
     size = f' width="{int(width)}"' if isinstance(width, int | float) else ""
     picture = Markup(f'<img src="{uri}"{size} alt="') + alt + Markup('">')
@@ -312,21 +357,28 @@ def _offer_thumbnail(page: Page, raw: bytes, alt: str) -> None:
         buffer, "PNG", optimize=True
     )
     page.thumbnail_fit = fit
-    page.thumbnail = Markup(f'<img src="{_uri(buffer.getvalue(), "image/png")}" alt="') + alt + Markup('">')
+    page.small = (buffer.getvalue(), alt)
 
 
 class _Budget:
     """Bytes left for pictures. Where a notebook has too many, each is re-encoded with fewer colours, then smaller."""
 
-    def __init__(self, notebook: nbformat.NotebookNode):
-        self.left, self.characters = PICTURE_BYTES, PAGE_CHARACTERS
+    def __init__(self, notebook: nbformat.NotebookNode, pictures: Pictures):
+        self.pictures, self.left, self.characters = pictures, pictures.limit, PAGE_CHARACTERS
+        self.vectors = PICTURE_BYTES // 2  # always in the page
         total = 0
         for cell in notebook.cells:
             for output in cell.get("outputs", []):
                 for mime, value in output.get("data", {}).items():
                     if mime.startswith("image/") and isinstance(value, str | list):
                         total += sum(map(len, value)) * 3 // 4
-        self.share = PICTURE_BYTES / total if total > PICTURE_BYTES else 1.0
+        self.share = self.left / total if total > self.left else 1.0
+
+    def take_vector(self, size: int) -> bool:
+        if size > self.vectors or not self.take(size):
+            return False
+        self.vectors -= size
+        return True
 
     def take(self, size: int) -> bool:
         if size > self.left:

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Manifest:
         jobs: as planned, as dictionaries.
         executed: keys of the checks that reached a verdict of their own; filled when complete.
         baseline: True once a later run of the set may be compared with this one.
+        commit, dirty, label, machine, versions: as in `records.Record`; empty in plans of an older lab.
     """
 
     folder: Path
@@ -50,6 +51,11 @@ class Manifest:
     jobs: list[dict[str, Any]]
     executed: list[str]
     baseline: bool
+    commit: str = ""
+    dirty: bool | None = None
+    label: str = ""
+    machine: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def run_id(self) -> str:
@@ -64,8 +70,14 @@ class Manifest:
         return Manifest(folder=folder, **fields)
 
 
-def new(runs: Path, set_name: str, fingerprint: str, whole: bool, jobs: Sequence[Job]) -> Manifest:
+def new(runs: Path, set_name: str, fingerprint: str, whole: bool, jobs: Sequence[Job], **facts: Any) -> Manifest:
     """Start a manifest in a new folder under ``runs``.
+
+    Args:
+        runs: folder of the manifests.
+        set_name, fingerprint, whole: see `Manifest`.
+        jobs: what will run.
+        facts: commit, dirty, label, machine and versions, where they are known.
 
     Raises:
         DSV4Error: the folder cannot be written.
@@ -79,7 +91,8 @@ def new(runs: Path, set_name: str, fingerprint: str, whole: bool, jobs: Sequence
         raise DSV4Error(
             f"{runs.name}/ cannot keep a run ({error.strerror}): make it writable or name another folder with --out"
         ) from error
-    return Manifest(folder, set_name, fingerprint, whole, "running", [job.as_dict() for job in jobs], [], False).save()
+    planned = [job.as_dict() for job in jobs]
+    return Manifest(folder, set_name, fingerprint, whole, "running", planned, [], False, **facts).save()
 
 
 def _next(runs: Path) -> datetime:

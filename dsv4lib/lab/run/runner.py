@@ -138,13 +138,13 @@ def run(
     """
     root, options = root or workspace(), options or Options()
     runs = options.out or runs_folder(root)
-    fingerprint = env.source_fingerprint()
+    fingerprint, facts = env.source_fingerprint(), _facts(root)
     if resume:
         plan = manifest.to_resume(runs, set_name, fingerprint, jobs)
     else:
-        plan = manifest.new(runs, set_name, fingerprint, whole, jobs)
+        plan = manifest.new(runs, set_name, fingerprint, whole, jobs, **facts)
     with manifest.hold(plan.folder):
-        plan = plan.save(state="running")
+        plan = plan.save(state="running", **facts)  # a resumed command may be of another commit with the same sources
         supervisor = Supervisor(root, plan, options, progress or Progress())
         supervisor.run(jobs)
         found = records.latest(records.load(plan.folder))
@@ -152,6 +152,18 @@ def run(
         over = not supervisor.stopped and len(ordered) == len(jobs) and all(record.finished for record in ordered)
         plan = plan.save(state="complete" if over else "interrupted", executed=manifest.executed(ordered))
     return Result(plan, ordered, supervisor.stopped is not None)
+
+
+def _facts(root: Path) -> dict[str, Any]:
+    """What each record and the plan say of sources and machine."""
+    commit, dirty = env.revision()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "label": scrub(env.machine_label(), root),
+        "machine": env.machine(),
+        "versions": {**env.versions(), "browser": chromium_version() or "none"},
+    }
 
 
 class Supervisor:
@@ -165,7 +177,6 @@ class Supervisor:
         self.memory_mb = options.memory_mb or 0.9 * total
         self.figures, self.slices, self.fork = options.figures, options.slices, options.fork
         self.gpus = devices.gpus()
-        self.versions, self.machine = {**env.versions(), "browser": chromium_version() or "none"}, env.machine()
         self.stopped: int | None = None
         self.active: list[Active] = []
 
@@ -399,7 +410,8 @@ class Supervisor:
             kind=job.kind, negative=job.negative, expect_fail=job.expect_fail, overrides=job.overrides,
             parameters=job.parameters, backend=job.backend, arch=stage.arch if stage.kernel else "",
             fingerprint=self.plan.fingerprint,
-            stage_fingerprint=job.stage_fingerprint, versions=self.versions, machine=self.machine,
+            stage_fingerprint=job.stage_fingerprint, versions=self.plan.versions, machine=self.plan.machine,
+            commit=self.plan.commit, dirty=self.plan.dirty, label=self.plan.label,
             verdict=kind or Verdict.PASSED, reason=reason, started=started, seconds=seconds,
             time_limit_s=job.time_limit_s,
         )  # fmt: skip

@@ -1,0 +1,434 @@
+"""The static site: pages lead to each other, load nothing from elsewhere, and say what was not executed."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+from PIL import Image
+
+from dsv4lib import env
+from dsv4lib.errors import DSV4Error
+from dsv4lib.lab import cli, records
+from dsv4lib.lab.records import Record
+from dsv4lib.lab.report.cells import Block, markdown
+from dsv4lib.lab.run import manifest, plan
+from dsv4lib.lab.site import build, links, search, sources
+from dsv4lib.lab.stage import Stage
+from dsv4lib.lab.verdicts import Verdict
+from tests.cases import cases
+
+EVIL = "<img src=x onerror=alert(1)>"
+SECRET = "hf_" + "a1B2" * 8
+README = f"""# The lab {EVIL}
+
+![A figure](data/figures/a.png) ![not of here](../outside.png) ![remote](https://evil.example/p.png)
+
+[one](notebooks/10_one.ipynb) [part](data/emulator/findings.md#a-b--c) [lost part](CHANGELOG.md#nowhere)
+[table](data/bench/rows.csv) [lost](data/none.md) [out](../secret.md) [bad](javascript:alert(7)) [web](https://example.org/p)
+
+| a very long head of a column | another very long head | a third one of that kind | the fourth of them |
+| --- | --- | --- | --- |
+| averyverylongwordthatnothingbreaks | averyverylongwordthatnothingbreaks | averyverylongwordthatnothingbreaks | 4 |
+
+## Zanzibar $x_1 < y$
+
+`/home/alice/x` {SECRET} quokka
+"""
+
+
+def png(size: int = 8, seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def display(data: dict[str, Any], **metadata: Any) -> Any:
+    return nbformat.v4.new_output("display_data", data=data, metadata=metadata)
+
+
+def outputs() -> list[Any]:
+    table = f'<table onclick="alert(1)"><tr><td>cell</td></tr></table>{EVIL}<script>alert(2)</script>'
+    noise = [base64.b64encode(png(410, seed)).decode() for seed in range(5)]
+    return [
+        display({"text/html": table + '<a href="10_one.ipynb">self</a>'}),
+        *(display({"image/png": data}, **{"image/png": {"alt": f"Noise {EVIL}"}}) for data in noise),
+        display({"image/svg+xml": '<svg xmlns="http://www.w3.org/2000/svg"/>'}),
+        nbformat.v4.new_output("stream", name="stdout", text=f"wombat at /home/alice/secret.txt {EVIL}"),
+    ]
+
+
+def record(stage: Stage, run: str, **changes: Any) -> Record:
+    given = {
+        "run_id": run, "job": f"{stage.name}-00", "attempt": 0, "stage": stage.name, "title": stage.title,
+        "set": "quick", "kind": "run", "negative": "", "expect_fail": "", "overrides": {}, "parameters": {"seed": 1},
+        "backend": "reference", "arch": "", "fingerprint": "f" * 12, "stage_fingerprint": stage.fingerprint(),
+        "versions": {"python": "3.11"}, "machine": {"cores": "2"}, "verdict": Verdict.GATE_FAILED,
+        "reason": f"too much {EVIL}", "started": datetime(2026, 1, 2, tzinfo=UTC), "seconds": 1.0,
+        "time_limit_s": 60.0, "notebook": f"{stage.name}-00/notebook.ipynb", "commit": "ab" * 20, "label": "rack 1",
+    }  # fmt: skip
+    return Record(**{**given, **changes})
+
+
+def write_run(
+    root: Path, stage: Stage, *, whole: bool = True, set_name: str = "quick", text: str = "", **changes: Any
+) -> str:
+    """A finished run with the notebook of one stage, as the runner leaves it."""
+    runs = root / "data" / "runs"
+    jobs = plan.make([stage], "quick", backend="reference")
+    made = manifest.new(runs, set_name, "f" * 12, whole, jobs).save(state="complete")
+    one = record(stage, made.run_id, **changes)
+    notebook = nbformat.read(stage.notebook_path, as_version=4)
+    notebook.cells[1].outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else outputs()
+    (made.folder / one.job).mkdir()
+    nbformat.write(notebook, made.folder / one.notebook)
+    records.write(one, made.folder)
+    return made.run_id
+
+
+def fill(root: Path, make: Callable[..., Stage]) -> tuple[Stage, Stage]:
+    """A workspace with two stages and a document of each kind."""
+    one = make(root, "one", "x = 1", notebook="notebooks/10_one.ipynb")
+    two = make(root, "two", f"y = '{EVIL}'", notebook="notebooks/20_two.ipynb")
+    for stage, name in ((one, "one"), (two, "two")):
+        (root / "notebooks" / f"{name}.ipynb").rename(stage.root / stage.notebook)
+    for name in ("figures", "bench", "emulator"):
+        (root / "data" / name).mkdir(parents=True)
+    (root / "README.md").write_text(README)
+    (root / "CHANGELOG.md").write_text("# Changes\n\n## First\n\n[back](README.md) [own](#first)\n")
+    (root / "data" / "emulator" / "findings.md").write_text("# Findings\n\n## A `b`: & c\n\n[up](../bench/ops.md)\n")
+    (root / "data" / "bench" / "ops.md").write_text("# Rows\n\n![f](../figures/a.png)\n")
+    (root / "data" / "bench" / "rows.csv").write_text("a,b\n")
+    (root / "data" / "figures" / "a.png").write_bytes(png())
+    (root.parent / "outside.png").write_bytes(png())
+    (root.parent / "secret.md").write_text("# There, but not in the workspace")
+    notebook = nbformat.read(two.notebook_path, as_version=4)
+    notebook.cells[0].source = f"# Two {EVIL}\n\n[one](10_one.ipynb) and $x^2$\n\n## Narwhal\n\ntext"
+    notebook.cells[1].outputs = [nbformat.v4.new_output("stream", name="stdout", text="stale number 17")]
+    nbformat.write(notebook, two.notebook_path)
+    return one, two
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, stage_writer: Callable[..., Stage]) -> Path:
+    """A workspace in which one of two notebooks was executed."""
+    root = tmp_path_factory.mktemp("outer") / "workspace"
+    one, _ = fill(root, stage_writer)
+    write_run(root, one)
+    return root
+
+
+@pytest.fixture(scope="module")
+def made(workspace: Path) -> build.Made:
+    return build.write_site(workspace / "site", workspace)
+
+
+@pytest.fixture(scope="module")
+def pages(made: build.Made) -> dict[str, str]:
+    return {path.name: path.read_text() for path in made.index.parent.glob("*.html")}
+
+
+class Tags(HTMLParser):
+    """All tags with their attributes, and the text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def links_of(text: str, part: str = "main") -> list[str]:
+    return [a["href"] or "" for tag, a in Tags(text.split(f"<{part}")[1]).tags if tag == "a" and "href" in a]
+
+
+def test_pages_and_their_order(made: build.Made, pages: dict[str, str]) -> None:
+    names = ["index", "tour", "10_one", "20_two", "emulator-findings", "bench-ops", "changelog"]
+    assert set(pages) == {f"{name}.html" for name in names} and made.pages == len(names)
+    assert (made.notebooks, made.executed) == (2, 1)
+    for text in pages.values():
+        nav = re.search(r'<nav class="side".*?</nav>', text, re.S)
+        assert nav and [h for h in re.findall(r'href="([^"#]+)"', nav[0])] == [f"{name}.html" for name in names]
+        assert nav[0].count('aria-current="page"') == 1
+    assert "20_two.html" in links_of(pages["10_one.html"])[-1]  # the next page
+
+
+def test_nothing_is_loaded_from_elsewhere_and_everything_is_there(made: build.Made, pages: dict[str, str]) -> None:
+    folder = made.index.parent
+    for name, text in pages.items():
+        assert "default-src 'none'" in text and "unsafe-eval" not in text
+        for tag, attributes in Tags(text).tags:
+            assert tag not in ("iframe", "object", "embed", "form", "base", "svg", "style"), (name, tag)
+            assert not [key for key in attributes if key.startswith("on")], attributes
+            for key in ("src", "srcset", "data", "poster", "action", "background"):
+                value = attributes.get(key)
+                assert value is None or value.startswith("data:image/") or (folder / value).is_file(), (name, value)
+            if tag == "link":
+                assert attributes["href"] == "data:," or (folder / str(attributes["href"])).is_file()
+            if tag == "a" and (href := attributes.get("href", "")):
+                assert href.startswith(("https://example.org", "#")) or (folder / href.split("#")[0]).is_file(), href
+        assert text.count("<script") == 1 and '<script src="site.js" defer></script>' in text
+    for name in ("style.css", "site.js"):
+        assert not re.search(r"https?:|url\(|@import|fetch\(|innerHTML|eval\(", (folder / name).read_text()), name
+
+
+def test_every_text_is_text_and_private_detail_is_gone(made: build.Made, pages: dict[str, str]) -> None:
+    everything = [*pages.values(), (made.index.parent / search.FILE).read_text()]
+    for text in everything:
+        for private in ("/home/alice", SECRET, str(made.index.parents[1])):
+            assert private not in text
+        assert EVIL not in text.partition("window.")[0]  # in the index it is text of a script's string
+    assert "too much &lt;img src=x onerror=alert(1)&gt;" in pages["10_one.html"]
+    assert "~/secret.txt" in pages["10_one.html"]
+
+
+def test_links_lead_to_pages_and_what_leads_nowhere_is_named(made: build.Made, pages: dict[str, str]) -> None:
+    assert links_of(pages["index.html"])[:3] == [
+        "10_one.html",
+        "emulator-findings.html#a-b--c",
+        "changelog.html#nowhere",
+    ]
+    assert 'id="a-b--c"' in pages["emulator-findings.html"]
+    assert links_of(pages["emulator-findings.html"])[0] == "bench-ops.html"
+    assert links_of(pages["changelog.html"])[:2] == ["index.html", "changelog.html#first"]
+    assert links_of(pages["20_two.html"])[0] == "10_one.html"
+    assert "10_one.html" in links_of(pages["10_one.html"])  # in the output of a cell
+    assert '<span class="file" title="data/bench/rows.csv of the repository">table</span>' in pages["index.html"]
+    wanted = [("README.md", "../secret.md"), ("README.md", "CHANGELOG.md#nowhere"), ("README.md", "data/none.md")]
+    assert made.broken == wanted
+
+
+def test_pictures_are_files_of_the_workspace(made: build.Made, pages: dict[str, str]) -> None:
+    folder = made.index.parent
+    assert len(re.findall(r'<img src="pictures/10_one-\d+.png"', pages["10_one.html"])) == 5
+    assert sum(path.stat().st_size for path in folder.rglob("10_one*.png")) > 2_000_000
+    assert {path.name for path in (folder / "pictures").glob("[!1]*")} == {"index-01.png", "bench-ops-01.png"}
+    assert "[not of here]" in pages["index.html"] and "[remote]" in pages["index.html"]
+    for path in folder.glob("*.*"):
+        assert path.stat().st_size < 2_000_000, path.name
+
+
+def test_what_was_not_executed_says_so(pages: dict[str, str]) -> None:
+    one, two = pages["10_one.html"], pages["20_two.html"]
+    for words in ("gate failed", "too much", "commit <code>ababababab</code>", "machine rack 1", "set quick", "wombat"):
+        assert words in one
+    assert "Not executed" in two and "stale number" not in two and "Not executed" not in one
+    assert "1 of 2 notebooks executed" in pages["index.html"] and "not executed" in pages["tour.html"]
+
+
+def test_without_a_run_the_first_page_says_so(tmp_path: Path, stage_writer: Callable[..., Stage]) -> None:
+    fill(tmp_path / "w", stage_writer)
+    made = build.write_site(tmp_path / "w" / "site", tmp_path / "w")
+    assert made.executed == 0 and "No notebook of this site was executed" in made.index.read_text()
+
+
+def test_which_run_is_shown(tmp_path: Path, stage_writer: Callable[..., Stage]) -> None:
+    """The newest whole run, else the newest; never one of injected faults."""
+    root = tmp_path / "w"
+    one, two = fill(root, stage_writer)
+    assert sources.executed(root, None).name == ""
+    part = write_run(root, one, whole=False, text="a")
+    assert sources.executed(root, None).name == part
+    first = write_run(root, one, text="b")
+    whole = write_run(root, two, text="c")
+    later = write_run(root, one, whole=False, text="d")
+    write_run(root, one, set_name="negatives", kind="negative", text="e")
+    chosen = sources.executed(root, None)
+    assert chosen.name == whole and list(chosen.notebooks) == ["notebooks/20_two.ipynb"]
+    assert sources.executed(root, later).notebooks["notebooks/10_one.ipynb"].folder.name == later
+    assert first < whole
+    for bad in ("../x", "nothing"):
+        with pytest.raises(DSV4Error, match="--runs"):
+            sources.executed(root, bad)
+    empty = manifest.new(root / "data" / "runs", "quick", "f", False, plan.make([one], "quick", backend="reference"))
+    with pytest.raises(DSV4Error, match="executed a notebook"):
+        sources.executed(root, empty.run_id)
+
+
+def test_a_notebook_that_changed_after_its_run_says_so(tmp_path: Path, stage_writer: Callable[..., Stage]) -> None:
+    root = tmp_path / "w"
+    one, _ = fill(root, stage_writer)
+    write_run(root, one, text="a", stage_fingerprint="0" * 12)
+    made = build.write_site(root / "site", root)
+    assert "has changed since this run" in (made.index.parent / "10_one.html").read_text()
+
+
+def test_a_document_that_cannot_be_shown_costs_its_page(tmp_path: Path) -> None:
+    (tmp_path / "secret.md").write_text("# Secret of others")
+    root = tmp_path / "w"
+    (root / "data" / "bench").mkdir(parents=True)
+    (root / "README.md").write_text("# Fine\n\nplatypus")
+    (root / "CHANGELOG.md").symlink_to(tmp_path / "secret.md")
+    (root / "data" / "bench" / "deep.md").write_text(">" * 5000 + "x")
+    (root / "data" / "bench" / "large.md").write_text("# Large\n\n    " + "x" * (build.PAGE_BYTES + 1))
+    (root / "data" / "bench" / "larger.md").write_text("x" * (build.DOCUMENT_BYTES + 1))
+    made = build.write_site(root / "site", root)
+    pages = {path.stem: path.read_text() for path in made.index.parent.glob("*.html")}
+    assert "platypus" in pages["index"] and "tour" not in pages
+    assert "cannot be shown" in pages["changelog"] and "cannot be shown" in pages["bench-larger"]
+    assert "too large for one page" in pages["bench-large"] and "bench-deep" in pages
+    for path in made.index.parent.iterdir():
+        assert path.is_dir() or (b"Secret of others" not in path.read_bytes() and path.stat().st_size < 2_000_000)
+
+
+def test_templates_travel_with_the_wheel() -> None:
+    listed = tomllib.loads((env.root() / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for folder in (build.TEMPLATES, build.OWN):
+        package = ".".join(folder.parent.relative_to(env.root()).parts)
+        assert {path.name for path in folder.iterdir() if path.is_file()} == {
+            path.name for pattern in listed[package] for path in folder.parent.glob(pattern)
+        }
+
+
+def test_only_an_own_folder_is_replaced(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert build.write_site(out, workspace).index == out / "index.html"
+    (out / "old.html").write_text("left from before")
+    build.write_site(out, workspace)
+    assert not (out / "old.html").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(build.search, "script", lambda pages: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build.write_site(out, workspace)
+    assert (out / "index.html").is_file() and [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(out)
+    for name in ("full", "link", "full/mine.txt"):
+        with pytest.raises(DSV4Error, match="--out"):
+            build.write_site(tmp_path / name, workspace)
+    assert (tmp_path / "full" / "mine.txt").read_text() == "mine"
+
+
+def test_names_of_pages(tmp_path: Path) -> None:
+    names = {
+        "README.md": "index.html", "notebooks/30_fmha_a.ipynb": "30_fmha_a.html", "CHANGELOG.md": "changelog.html",
+        "data/bench/ops.md": "bench-ops.html", "dsv4lib/cache/README.md": "cache.html",
+        "data/nano/README.md": "nano.html",
+        'notebooks/a "b&<c>.ipynb': "a-b-c.html",
+    }  # fmt: skip
+    assert {path: sources.file_name(path) for path in names} == names
+    (tmp_path / "notebooks").mkdir()
+    for name in ("a b.ipynb", "a-b.ipynb"):
+        (tmp_path / "notebooks" / name).write_text("{}")
+    with pytest.raises(DSV4Error, match=r"a-b\.html.*rename"):
+        sources.sources(tmp_path)
+    with pytest.raises(DSV4Error, match="nothing to publish"):
+        sources.sources(tmp_path / "none")
+
+
+def test_anchors_are_unique_and_sections_follow_them() -> None:
+    text, headings = links.with_anchors(
+        markdown("before\n\n## A b\n\nfirst $x$\n\n### A b\n\n`co`de\n\n## !?\n\n## Last"), set()
+    )
+    assert [(h.level, h.anchor) for h in headings] == [(3, "a-b"), (4, "a-b-1"), (3, "section"), (3, "last")]
+    found = search.sections([Block("prose", text), Block("picture", markdown("x"), "alt")])
+    assert found == [
+        ("", "", "before"), ("a-b", "A b", "first x"), ("a-b-1", "A b", "code"), ("section", "!?", ""),
+        ("last", "Last", "x"),
+    ]  # fmt: skip
+    script = search.script([("a.html", "A \u2028 </script>", found)])
+    listed = json.loads(script.removeprefix("window.DSV4_SEARCH = ").removesuffix(";\n"))
+    assert listed["pages"] == [["a.html", "A \u2028 </script>"]] and listed["sections"][1][0] == 0 and script.isascii()
+
+
+def test_the_command_prints_what_it_made(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DSV4_WORKSPACE", str(workspace))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["dsv4", "site"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    said = capsys.readouterr()
+    assert left.value.code == 0 and said.out == "site/index.html: 7 pages, 1 of 2 notebooks executed\n"
+    assert "README.md: its link to data/none.md leads nowhere" in said.err and said.err.count("\n") == 3
+
+
+# ---- in a browser -------------------------------------------------------------------------------------------------
+
+
+def chromium() -> str:
+    """Path of a Chromium, or a visible skip."""
+    named = os.environ.get("DSV4_CHROMIUM")
+    found = named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return found or pytest.skip("no Chromium: set DSV4_CHROMIUM or put chromium on PATH")
+
+
+def test_in_a_browser_it_is_quiet_fits_a_phone_and_finds_words(made: build.Made, pages: dict[str, str]) -> None:
+    found, folder = chromium(), made.index.parent
+    from playwright.sync_api import sync_playwright
+
+    requests: list[str] = []
+    said: list[str] = []
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which(found), chromium_sandbox=False)
+        try:
+            page = browser.new_page(viewport={"width": 390, "height": 800})
+            page.on("request", lambda request: requests.append(request.url.split(":")[0]))
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+            for name in pages:
+                page.goto((folder / name).as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), name
+                broken = page.evaluate(
+                    "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.alt)"
+                )
+                assert broken in ([], ["A figure of A throwaway stage that carries no description"]), (name, broken)
+            papers = []
+            for scheme in ("light", "dark"):
+                page.emulate_media(color_scheme=scheme)
+                papers.append(page.evaluate("getComputedStyle(document.querySelector('main')).backgroundColor"))
+            assert papers[0] != papers[1]
+            page.goto((folder / "index.html").as_uri())
+            boxes = page.evaluate("[...document.querySelectorAll('.wide')].map(b => b.scrollWidth > b.clientWidth)")
+            assert boxes == [True]  # the table is read by scrolling it, not letter by letter
+            page.goto((folder / "changelog.html").as_uri())
+            page.get_by_role("searchbox").fill("quokka wombat")  # each stands on a page, both on none
+            page.get_by_text("Nothing found.").wait_for()
+            page.get_by_role("searchbox").fill("Quokka zanz")
+            page.get_by_text("1 section").wait_for()
+            hit = page.locator("#found a")
+            assert hit.locator("mark").all_inner_texts() == ["Zanz", "quokka"]
+            hit.click()
+            assert page.url.partition("index.html#zanzibar")[1] and page.locator("h3:target, h2:target").count() == 1
+            page.get_by_role("searchbox").fill("onerror")
+            page.locator("#found a").first.wait_for()
+            assert page.locator("#found img").count() == 0
+            page.keyboard.press("Escape")
+            page.get_by_text("Pages", exact=True).click()
+            page.locator(".menu").get_by_role("link", name="Findings").click()
+            assert page.url.endswith("emulator-findings.html")
+        finally:
+            browser.close()
+    assert said == [] and set(requests) <= {"file", "data"}
+
+
+@pytest.mark.parametrize("root", cases(full=[env.root()]), ids=str)
+def test_the_lab_s_own_site_has_no_broken_link(root: Path, tmp_path: Path) -> None:
+    made = build.write_site(tmp_path / "site", root)
+    assert made.broken == [] and made.notebooks >= 25
+    for path in made.index.parent.glob("*.*"):
+        assert path.stat().st_size < 2_000_000, path.name
