@@ -51,7 +51,7 @@ def wait(groups: int) -> None:
 
 
 def wait_for(sums: list, groups: int = 0) -> list:
-    """Wait until at most ``groups`` groups are in flight; return ``sums``, which any instruction may then read."""
+    """Wait until at most ``groups`` groups are in flight. Returns ``sums``, which any instruction may then read."""
     return asm(f"wgmma.wait_group.sync.aligned {groups};", [Float32] * len(sums), [], kept=sums)
 
 

@@ -1,4 +1,4 @@
-"""Time `mla_decode`: one query token a request over a paged cache of latents, requests of equal length.
+"""Time `mla_decode`. One query token a request over a paged cache of latents, requests of equal length.
 
 given: q bf16 [B, H, 576], of which q_nope and q_pe are views; cache [P, 64, 576] bf16, or E4M3 with kv_scale; table
 int32 [B, N], pages in any order; lengths int32 [B]. Output: o bf16 [B, H, 512].

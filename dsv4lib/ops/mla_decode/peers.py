@@ -34,7 +34,7 @@ def _flash_mla(given: Given) -> peers.Bound:
 
 
 def _torch(given: Given) -> tuple[Call, dict[str, torch.Tensor]]:
-    """Attend to a cache that is gathered before the time, and whose requests have one length."""
+    """Attend to a cache that is gathered before the time. Its requests have one length."""
     q, cache, table = given["q"], given["cache"], given["table"]
     length, size = int(given["lengths"][0]), cache.element_size()
     if len(q) * length * cache.shape[2] * size > MOST_BYTES:

@@ -1,4 +1,6 @@
-"""Compute O in registers from tiles in shared memory: S = Q K^T, online softmax, P V, the end of a request.
+"""Compute O in registers from tiles in shared memory.
+
+S = Q K^T, online softmax, P V, the end of a request.
 
 The S of tile t is warpgroup t % 2's alone; by P both multiply, each for its half of the 512 columns of O. So while one
 warpgroup weighs its tile, the tensor core has the other's S and both their products with the tile before.
@@ -66,7 +68,7 @@ HALF_BYTES = HALF_CHUNKS * CHUNK_BYTES
 
 
 class Place(NamedTuple):
-    """Where a math thread is: its warpgroup, its first row of the tile (the second is 8 further), its columns' t."""
+    """Where a math thread is. Its warpgroup, its first row of the tile (the second is 8 further), its columns' t."""
 
     group: Int32
     row: Int32
@@ -74,7 +76,7 @@ class Place(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a math thread carries from tile to tile: O, row_max (times scale) and row_sum of its tiles."""
+    """What a math thread carries from tile to tile. O, row_max (times scale) and row_sum of its tiles."""
 
     rO: cute.Tensor
     row_max: cute.Tensor
@@ -131,7 +133,11 @@ class Attend(Dequant):
         scale_log2: Float32,
         follows: cutlass.Constexpr,
     ):
-        """Do all with a tile whose S is this warpgroup's; ``follows``: and the product with the tile before."""
+        """Do all with a tile whose S is this warpgroup's.
+
+        Args:
+            follows: and the product with the tile before.
+        """
         chunks = self.chunks(place.group)
         ahead = AHEAD if follows else len(chunks)
         s = self.scores(ring, place.group, number, chunks[:ahead], None)
@@ -161,7 +167,7 @@ class Attend(Dequant):
         self.release(ring, place, place.group)
 
     def scores(self, ring: Ring, group: Int32, number: Int32, chunks: list, s: list | None) -> list | None:
-        """S += Q K^T over some chunks of a tile, each a group, when it has landed; ``s`` None: S is 0."""
+        """S += Q K^T over some chunks of a tile, each a group. Each waits until it has landed; ``s`` None: S is 0."""
         parity = number // STAGES % 2
         for slot, chunk in chunks:
             self.wait_full(ring.full + group * CHUNKS, slot, chunk, parity)
@@ -230,7 +236,7 @@ class Attend(Dequant):
 
     @cute.jit
     def clear_tail(self, work: Work, ring: Ring, place: Place, number: Int32):
-        """Write zeros over V of tokens past the end of the request, in this warpgroup's half: 0 x NaN is not 0."""
+        """Write zeros over V of tokens past the end of the request. This warpgroup's half: 0 x NaN is not 0."""
         left = work.length - (work.first + number) * TILE_N
         if cutlass.const_expr(self.fp8_cache):
             left = Int32(TILE_N)  # they are zeros already
@@ -251,7 +257,7 @@ class Attend(Dequant):
         cute.arch.barrier(barrier_id=GROUP_READY + place.group, number_of_threads=WARPGROUP)
 
     def visible_to_mma(self) -> None:
-        """Make this thread's stores visible to the tensor core and to copies, which read through another proxy."""
+        """Make this thread's stores visible to the tensor core and to copies. They read through another proxy."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

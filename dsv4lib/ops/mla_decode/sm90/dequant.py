@@ -1,6 +1,6 @@
-"""Bring FP8 queries and tiles of an FP8 cache to shared memory as 16-bit numbers, by a warpgroup.
+"""Bring FP8 queries and tiles of an FP8 cache to shared memory as 16-bit numbers.
 
-E4M3 is exact in bf16 and in fp16; scales of the tensors are left to the logits and to O. A warp has 16 rows of 64, in
+A warpgroup does. E4M3 is exact in bf16 and in fp16; scales of the tensors are left to the logits and to O. A warp has 16 rows of 64, in
 two batches of 8: 4 lanes a row, 16 bytes of each chunk a lane. The bytes of a whole tile are in registers while its
 stage is waited for, and those of a chunk are followed by the next tile's when they are stored. Math threads fence the
 proxies (`attend`): a fence in here would wait for the loads of the next tile.
@@ -129,7 +129,7 @@ class Dequant(Load):
         first: cutlass.Constexpr,
         end: cutlass.Constexpr,
     ):
-        """Start the loads of a row, of slots ``first`` to ``end`` - 1, for a stage of ``owner``."""
+        """Start the loads of a row. Slots ``first`` to ``end`` - 1, for a stage of ``owner``."""
         if row.latent != 0:
             for slot in cutlass.range_constexpr(first, end):
                 at = row.rope if slot == ROPE_CHUNK else row.latent + Int64(self.chunk(slot, owner) * CHUNK)

@@ -18,7 +18,7 @@ from dsv4lib.ops.mla_decode.sm90.load import Ring, Work
 
 
 class NoProxyFence(MlaDecode):
-    """The tensor core reads P that threads stored without a proxy fence: most often right."""
+    """The tensor core reads P that threads stored without a proxy fence. It is most often right."""
 
     def visible_to_mma(self) -> None:
         """See `Attend.visible_to_mma`."""  # WRONG: no fence
@@ -36,14 +36,14 @@ class WrongHalf(MlaDecode):
 
 
 class HastyEnd(MlaDecode):
-    """Warpgroups do not wait for each other: O overwrites what the other one still reads."""
+    """Warpgroups do not wait for each other. O overwrites what the other one still reads."""
 
     def sync_math(self) -> None:
         """See `Attend.sync_math`."""  # WRONG: no barrier
 
 
 class OwnMaximum(MlaDecode):
-    """A warpgroup adds the other's P V at its own scale: right as long as no maximum grows."""
+    """A warpgroup adds the other's P V at its own scale. That is right as long as no maximum grows."""
 
     @cute.jit
     def follow(self, ring: Ring, place: Place, sMax: cute.Tensor, state: State, number: Int32):
@@ -97,7 +97,7 @@ class ConvertedUnseen(MlaDecode):
 
 
 class TailConverted(MlaDecode):
-    """Tokens past the end of a request, in its last page, are converted from FP8: 0 x NaN."""
+    """Tokens past the end of a request, in its last page, are converted from FP8. 0 x NaN is not 0."""
 
     @cute.jit
     def token_row(self, mCache: cute.Tensor, work: Work, page: Int32, tile: Int32, batch: cutlass.Constexpr):

@@ -33,7 +33,7 @@ def choose_splits(batch: int, heads: int, capacity: int, sms: int) -> int:
 
 
 def splits_of(call: Any, sms: int) -> int:
-    """Return the splits of a call: those that it names, else as many as suit and as its workspace holds."""
+    """Return the splits of a call. Those that it names, else as many as suit and as its workspace holds."""
     if call.num_kv_splits >= 1:
         return call.num_kv_splits
     batch, heads, _ = call.q_nope.shape

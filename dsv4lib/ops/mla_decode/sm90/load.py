@@ -44,7 +44,7 @@ class Sources(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a CTA works on: request, first head, its length, tiles ``first`` to ``end`` - 1 of 64 tokens."""
+    """What a CTA works on. Request, first head, its length, tiles ``first`` to ``end`` - 1 of 64 tokens."""
 
     request: Int32
     head: Int32
