@@ -1,9 +1,10 @@
 """Bring FP8 queries and tiles of an FP8 cache to shared memory as 16-bit numbers.
 
-A warpgroup does. E4M3 is exact in bf16 and in fp16; scales of the tensors are left to the logits and to O. A warp has 16 rows of 64, in
-two batches of 8: 4 lanes a row, 16 bytes of each chunk a lane. The bytes of a whole tile are in registers while its
-stage is waited for, and those of a chunk are followed by the next tile's when they are stored. Math threads fence the
-proxies (`attend`): a fence in here would wait for the loads of the next tile.
+A warpgroup does. E4M3 is exact in bf16 and in fp16; scales of the tensors are left to the logits and to O.
+
+A warp has 16 rows of 64, in two batches of 8: 4 lanes a row, 16 bytes of each chunk a lane. The bytes of a whole tile
+are in registers while its stage is waited for, and those of a chunk are followed by the next tile's when they are
+stored. Math threads fence the proxies (`attend`): a fence in here would wait for the loads of the next tile.
 
 Tokens past the end of a request are zeros, whatever memory holds, and so are heads past the last.
 """
