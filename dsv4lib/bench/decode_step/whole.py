@@ -42,6 +42,7 @@ from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.loader import names
 from dsv4lib.loader.model import transformer
+from dsv4lib.loader.safetensors import Cut
 from dsv4lib.loader.whole import Listed
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.ops.common.graph_capture import capture
@@ -76,8 +77,14 @@ class Drawn:
         spec = self.specs[name]
         return DrawnEntry(spec.dtypes[0], spec.shape)
 
-    def get(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Tensor:
-        """Draw a tensor: bytes of codes, equal scales, or normals. Their size keeps sums near 1."""
+    def get(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        """Draw a tensor: bytes of codes, equal scales, or normals. Their size keeps sums near 1.
+
+        Raises:
+            ArgumentError: a part of it is wanted.
+        """
+        if cut is not None:
+            raise ArgumentError("cut", cut, "None: tensors are drawn whole")
         dtype, options = self.entry(name).dtype, {"generator": self.generator, "device": self.generator.device}
         if dtype == torch.float8_e8m0fnu:
             return torch.full(shape, SMALL_SCALE, dtype=torch.uint8, device=options["device"]).view(dtype)

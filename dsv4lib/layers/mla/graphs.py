@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,8 +30,15 @@ class GraphMemory(NamedTuple):
 
 
 def held_bytes() -> int:
-    """Count the bytes that torch's CUDA allocator holds; 0 without a GPU."""
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    """Count the bytes that torch's CUDA allocator needs to hold; 0 without a GPU.
+
+    What is garbage or free goes first, as it does when a capture begins: the difference is then of the graph alone.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 class CudaGraphPool:
