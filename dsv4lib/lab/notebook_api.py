@@ -20,6 +20,7 @@ from dsv4lib.lab import slices
 from dsv4lib.lab import stage as contract
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
+from dsv4lib.lab.turns import NOT_YET, RIGHT
 from dsv4lib.lab.verdicts import LOOKS, GateResult, Verdict, judge, overall
 
 STATE_LOOK = {"passed": Verdict.PASSED, "failed": Verdict.GATE_FAILED, "skipped": Verdict.SKIPPED}
@@ -94,6 +95,17 @@ def verdict(stage: str, metrics: Mapping[str, Any], skipped: Mapping[str, str] |
     if folder:
         payload = {"stage": spec.name, "metrics": {k: encode(v) for k, v in numbers.items()}, "skipped": reasons}
         write_atomic(Path(folder) / "verdict.json", json.dumps(payload, indent=1, allow_nan=False).encode())
+
+
+def answer(label: str, right: Any, hint: str = "") -> bool:
+    """Print whether a reader's answer to an exercise is right.
+
+    Args:
+        label: of the question, such as "1".
+        right: whether it is. hint: what helps if it is not.
+    """
+    print(f"{label}: {RIGHT}" if right else f"{label}: {NOT_YET}{': ' if hint else ''}{hint}")
+    return bool(right)
 
 
 def encode(value: float) -> float | str:
