@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4lib.lab import turns, words
+from dsv4lib.lab import glossary, turns, words
 from dsv4lib.lab.run.quick_nbformat import nbformat
 from dsv4lib.lab.stage import SETS, Gate, Stage, StageError, discover, workspace
 
@@ -101,7 +101,7 @@ def lint(stage: Stage) -> list[Problem]:
         ]
     for rules in (_parameters, _form, _content, _order):
         found += [Problem(stage.name, rule, message) for rule, message in rules(stage, notebook)]
-    return found
+    return found + [Problem(stage.name, "link", message) for message in glossary.problems(stage.notebook_path)]
 
 
 def _contract(stage: Stage) -> Iterator[tuple[str, str]]:

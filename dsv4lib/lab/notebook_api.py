@@ -16,7 +16,7 @@ from typing import Any
 
 from dsv4lib import backends, env
 from dsv4lib.errors import ArgumentError, BackendUnavailable
-from dsv4lib.lab import slices
+from dsv4lib.lab import glossary, slices
 from dsv4lib.lab import stage as contract
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
@@ -29,6 +29,8 @@ CELL = "padding:3px 12px;border-bottom:1px solid #d5dae0;text-align:left;vertica
 
 def card(stage: str, *, backend: str = "auto", seed: int = 0, **facts: Any) -> None:
     """Display where this notebook's numbers come from. Back end, architecture, versions, fingerprint, seed.
+
+    A row links the glossary's words that its prose uses.
 
     Args:
         stage: name of the stage.
@@ -54,6 +56,13 @@ def card(stage: str, *, backend: str = "auto", seed: int = 0, **facts: Any) -> N
         f'<td style="{CELL}">{html.escape(v)}</td></tr>'
         for k, v in lines.items()
     )
+    words = glossary.used(spec.notebook_path) if spec.notebook_path.is_file() else {}
+    if words:
+        linked = (
+            f'<a href="{glossary.LINK}" title="{html.escape(means)}">{html.escape(w)}</a>' for w, means in words.items()
+        )
+        rows += f'<tr><th style="{CELL};color:#5c6670">glossary</th><td style="{CELL}">{", ".join(linked)}</td></tr>'
+        lines["glossary"] = ", ".join(words)
     width = max(map(len, lines))
     text = "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
     _display(f'<table style="border-collapse:collapse;border-left:4px solid #0072B2">{rows}</table>', text)
