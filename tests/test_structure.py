@@ -227,7 +227,8 @@ def test_a_kernel_has_tests_a_budget_bench_rows_and_a_stage():
 # Stages that import ops and yet run under any back end, and why.
 ANY_BACK_END = {
     "hopper": "reads recordings; its one launch is of the emulator whatever the back end",
-    "router_mhc_norms": "its kernels always run in the emulator, which its parameter says",
+    "mhc": "its kernels always run in the emulator, which its parameter says",
+    "router_norms": "its kernels always run in the emulator, which its parameter says",
     "start_here": "compiles a kernel and runs none",
 }
 

@@ -1,6 +1,6 @@
 """Run the lab on top of the library. Stage contracts, the notebook runner, records, reports and the command line.
 
-Importing this package is cheap; the two functions that notebooks call are loaded when first used. Nothing in the
+Importing this package is cheap; the functions that notebooks call are loaded when first used. Nothing in the
 library imports `lab`: only notebooks and tests do.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsv4lib.lab.notebook_api import card, verdict
+    from dsv4lib.lab.notebook_api import answer, card, verdict
 
-__all__ = ["card", "verdict"]
+__all__ = ["answer", "card", "verdict"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4lib.lab import words
+from dsv4lib.lab import glossary, turns, words
 from dsv4lib.lab.run.quick_nbformat import nbformat
 from dsv4lib.lab.stage import SETS, Gate, Stage, StageError, discover, workspace
 
@@ -101,7 +101,7 @@ def lint(stage: Stage) -> list[Problem]:
         ]
     for rules in (_parameters, _form, _content, _order):
         found += [Problem(stage.name, rule, message) for rule, message in rules(stage, notebook)]
-    return found
+    return found + [Problem(stage.name, "link", message) for message in glossary.problems(stage.notebook_path)]
 
 
 def _contract(stage: Stage) -> Iterator[tuple[str, str]]:
@@ -176,6 +176,8 @@ def _form(stage: Stage, notebook: Any) -> Iterator[tuple[str, str]]:
             yield "length", f"cell {number} has {lines} lines; at most {CELL_LINES}"
         if cell.cell_type == "markdown" and (count := prose_words(cell.source)) > PROSE_WORDS:
             yield "words", f"cell {number} ({cell.get('id', 'no id')}) has {count} words; at most {PROSE_WORDS}"
+    for problem in turns.problems([(cell.cell_type, cell.source) for cell in notebook.cells]):
+        yield "turn", problem
     if not notebook.cells or notebook.cells[0].cell_type != "markdown":
         yield "prose", "the notebook does not start with prose"
     if not any("lab.card(" in cell.source for cell in code):

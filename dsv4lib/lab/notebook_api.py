@@ -16,10 +16,11 @@ from typing import Any
 
 from dsv4lib import backends, env
 from dsv4lib.errors import ArgumentError, BackendUnavailable
-from dsv4lib.lab import slices
+from dsv4lib.lab import glossary, slices
 from dsv4lib.lab import stage as contract
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
+from dsv4lib.lab.turns import NOT_YET, RIGHT
 from dsv4lib.lab.verdicts import LOOKS, GateResult, Verdict, judge, overall
 
 STATE_LOOK = {"passed": Verdict.PASSED, "failed": Verdict.GATE_FAILED, "skipped": Verdict.SKIPPED}
@@ -28,6 +29,8 @@ CELL = "padding:3px 12px;border-bottom:1px solid #d5dae0;text-align:left;vertica
 
 def card(stage: str, *, backend: str = "auto", seed: int = 0, **facts: Any) -> None:
     """Display where this notebook's numbers come from. Back end, architecture, versions, fingerprint, seed.
+
+    A row links the glossary's words that its prose uses.
 
     Args:
         stage: name of the stage.
@@ -53,6 +56,13 @@ def card(stage: str, *, backend: str = "auto", seed: int = 0, **facts: Any) -> N
         f'<td style="{CELL}">{html.escape(v)}</td></tr>'
         for k, v in lines.items()
     )
+    words = glossary.used(spec.notebook_path) if spec.notebook_path.is_file() else {}
+    if words:
+        linked = (
+            f'<a href="{glossary.LINK}" title="{html.escape(means)}">{html.escape(w)}</a>' for w, means in words.items()
+        )
+        rows += f'<tr><th style="{CELL};color:#5c6670">glossary</th><td style="{CELL}">{", ".join(linked)}</td></tr>'
+        lines["glossary"] = ", ".join(words)
     width = max(map(len, lines))
     text = "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
     _display(f'<table style="border-collapse:collapse;border-left:4px solid #0072B2">{rows}</table>', text)
@@ -94,6 +104,17 @@ def verdict(stage: str, metrics: Mapping[str, Any], skipped: Mapping[str, str] |
     if folder:
         payload = {"stage": spec.name, "metrics": {k: encode(v) for k, v in numbers.items()}, "skipped": reasons}
         write_atomic(Path(folder) / "verdict.json", json.dumps(payload, indent=1, allow_nan=False).encode())
+
+
+def answer(label: str, right: Any, hint: str = "") -> bool:
+    """Print whether a reader's answer to an exercise is right.
+
+    Args:
+        label: of the question, such as "1".
+        right: whether it is. hint: what helps if it is not.
+    """
+    print(f"{label}: {RIGHT}" if right else f"{label}: {NOT_YET}{': ' if hint else ''}{hint}")
+    return bool(right)
 
 
 def encode(value: float) -> float | str:

@@ -127,6 +127,28 @@ def slice_for(cells: Sequence[str | None], metric: str, changed: Collection[str]
     return Slice(tuple(sorted(left_out)), last, source)
 
 
+def needed_by(cells: Sequence[str | None], number: int, source: str) -> tuple[int, ...]:
+    """List the code cells before cell ``number`` that ``source`` in its place needs; all, if one cannot be read.
+
+    Args:
+        cells: source of each code cell, None for any other cell.
+        number: of the cell; source: what it executes.
+    """
+    before = [n for n in range(number) if cells[n] is not None]
+    try:
+        trees = {n: ast.parse(cells[n]) for n in before} | {number: ast.parse(source)}
+    except SyntaxError:
+        return tuple(before)
+    imported, late = _imported(trees.values()), _late(trees.values())
+    own = _unit(trees[number].body, imported, late)
+    needed, kept = own.reads | own.changes, []
+    for n in reversed(before):
+        fixed = n in _first(trees) or _calls(trees[n], CARD)
+        needed, taken = _step(_unit(trees[n].body, imported, late), needed, (), fixed)
+        kept[:0] = [n] if taken else []
+    return tuple(kept)
+
+
 def _step(unit: _Unit, needed: set[str], changed: Collection[str], fixed: bool = False) -> tuple[set[str], bool]:
     """Names needed before ``unit``, and whether it is needed itself."""
     injects = unit.acts and not unit.reads.isdisjoint(changed)

@@ -1,6 +1,5 @@
 """The page on a decode step: the model's schedule, floors from sizes, each check and its fault, what is said of it."""
 
-import json
 import re
 import tomllib
 from collections import Counter
@@ -427,11 +426,3 @@ def test_tables(scheduled, capsys):
     assert "ours: no kernel when it was recorded" in out and "nothing" in out and "a; b" in out
     assert f"{STEPS[0].batch * 1e3 / STEPS[0].ms:,.0f}" in out and H100 in out
     assert len(run_case.sources(ROWS)) == len({one.run for one in ROWS})
-
-
-def test_the_folded_solution_is_right():
-    cells = json.loads((env.root() / "notebooks/82_decode_step.ipynb").read_text())["cells"]
-    turn = "".join(next(cell for cell in cells if cell["id"] == "turn")["source"])
-    names = {"floors": floors}
-    exec(re.search(r"<details>.*```python\n(.*?)```", turn, re.S).group(1), names)
-    assert all(names["half_of_experts"](config) == run_case.half_of_experts(config) for config in (FLASH, PRO))

@@ -139,6 +139,7 @@ def source(index: int, old: str, new: str) -> Callable[[Any], None]:
         (prose("| a | b |\n|---|---|\n| c | d |\n\n" + "word " * 121), "words"),
         (prose("```text\ncode\n```\n" + "word " * 121), "words"),
         (prose("<details>\nsolution\n</details>\n" + "word " * 121), "words"),
+        (prose("## Your turn\n\nNo solution."), "turn"),
     ],
 )
 def test_rules_of_the_notebook(make: Callable[..., Stage], change: Callable[[Any], None], rule: str) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
-
 import pytest
 import torch
 
-from dsv4lib import env
 from dsv4lib.config import FLASH
 from dsv4lib.pages.speculation import figures, run_case
 from dsv4lib.pages.speculation.run_case import Chains, Change
@@ -126,17 +122,6 @@ def test_weights_of_a_step():
     gains = run_case.a_step(torch.ones(7, dtype=torch.float64))
     assert bool((run_case.relative_cost(FLASH, 64, gains).diff() < 0).all())
     assert run_case.cheapest(FLASH, 1, 0.01) == 0 and run_case.cheapest(FLASH, 64, 1.0) == run_case.MOST
-
-
-def test_the_folded_solution_is_right():
-    cells = json.loads((env.root() / "notebooks" / "75_speculation.ipynb").read_text())["cells"]
-    turn = "".join(next(cell["source"] for cell in cells if cell["id"] == "turn"))
-    solution = re.search(r"<details>.*```python\n(.*?)```", turn, re.S).group(1)
-    names = {"run_case": run_case, "FLASH": FLASH}
-    exec(solution, names)
-    for share in (0.1, 0.5, 0.844):
-        for requests in (1, 8, 64):
-            assert names["best_k"](share, requests) == run_case.cheapest(FLASH, requests, share)
 
 
 def test_figures(capsys, alone, seven):
