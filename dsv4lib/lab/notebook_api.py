@@ -106,7 +106,7 @@ def verdict(stage: str, metrics: Mapping[str, Any], skipped: Mapping[str, str] |
         write_atomic(Path(folder) / "verdict.json", json.dumps(payload, indent=1, allow_nan=False).encode())
 
 
-def answer(label: str, right: Any, hint: str = "") -> bool:
+def answer(label: str, right: Any, hint: str = "") -> None:
     """Print whether a reader's answer to an exercise is right.
 
     Args:
@@ -114,7 +114,6 @@ def answer(label: str, right: Any, hint: str = "") -> bool:
         right: whether it is. hint: what helps if it is not.
     """
     print(f"{label}: {RIGHT}" if right else f"{label}: {NOT_YET}{': ' if hint else ''}{hint}")
-    return bool(right)
 
 
 def encode(value: float) -> float | str:

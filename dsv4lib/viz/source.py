@@ -10,6 +10,7 @@ import ast
 import difflib
 import html
 import inspect
+import operator
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,11 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.viz.style import INK, MUTED
 
 STATIC = "cutlass.const_expr"
+_COMPARE = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
 _LOOK = {"+": f"background:#dcefe3;color:{INK}", "-": f"background:#f7e1dc;color:{MUTED}", " ": f"color:{INK}"}
 
 
@@ -79,9 +85,35 @@ def _value(node: ast.If, kernel: Any) -> bool | None:
     if kernel is None or not (isinstance(test, ast.Call) and ast.unparse(test.func) == STATIC):
         return None
     try:
-        return bool(eval(ast.unparse(test.args[0]), {"self": kernel}))
-    except (NameError, AttributeError):
+        return bool(_evaluated(test.args[0], kernel))
+    except (LookupError, AttributeError):
         return None
+
+
+def _evaluated(node: ast.expr, kernel: Any) -> Any:
+    """The value of an expression of constants and of what `self` has.
+
+    Raises:
+        LookupError: there is something else in it.
+    """
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name("self"):
+            return kernel
+        case ast.Attribute(value, name):
+            return getattr(_evaluated(value, kernel), name)
+        case ast.UnaryOp(ast.Not(), operand):
+            return not _evaluated(operand, kernel)
+        case ast.BoolOp(ast.And(), values):
+            return all(_evaluated(value, kernel) for value in values)
+        case ast.BoolOp(ast.Or(), values):
+            return any(_evaluated(value, kernel) for value in values)
+        case ast.Compare(left, [kind], [right]) if type(kind) in _COMPARE:
+            return _COMPARE[type(kind)](_evaluated(left, kernel), _evaluated(right, kernel))
+        case ast.Tuple(items):
+            return tuple(_evaluated(item, kernel) for item in items)
+    raise LookupError(ast.unparse(node))
 
 
 def changes(now: list[str], before: list[str]) -> list[tuple[str, str]]:
@@ -110,5 +142,6 @@ def show_method(function: Callable[..., Any], kernel: Any = None, before: Any = 
     title = f"{where}{'' if before is None else f'; + new, - gone since {before!r}'}"
     text = "\n".join([title, *(f"{mark} {line}".rstrip() for mark, line in marked)])
     body = "".join(f'<div style="{_LOOK[mark]}">{html.escape(f"{mark} {line}") or " "}</div>' for mark, line in marked)
-    page = f'<div style="color:{MUTED}">{html.escape(title)}</div><pre style="line-height:1.35">{body}</pre>'
+    head = f'<div style="color:{MUTED}">{html.escape(title)}</div>'
+    page = f'{head}<pre style="line-height:1.35;white-space:pre-wrap">{body}</pre>'
     display({"text/html": page, "text/plain": text}, raw=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import cutlass
 import pytest
 
@@ -64,6 +66,20 @@ END = ["    if x > 7:", "        x = 7", "    if cutlass.const_expr(self.unknown
 )
 def test_only_the_taken_branches_are_shown(kernel: Kernel, middle: list[str], end: str) -> None:
     assert source.specialised(Kernel.method, kernel) == [*HEAD, *middle, *END, end]
+
+
+@pytest.mark.parametrize(
+    ("test", "value"),
+    [
+        ("self.mode == 'a' and not self.wide", True), ("self.mode != 'a' or self.wide", False),
+        ("self.mode in ('b', 'c')", False), ("self.mode not in ('b',)", True), ("self.mode is not None", True),
+        ("self.wide or x == 0", None), ("self.mode == 'a' or x == 0", True), ("self.mode == MODE", None),
+        ("self.mode.upper() == 'A'", None), ("self.other", None),
+    ],
+)  # fmt: skip
+def test_what_the_configuration_decides(test: str, value: bool | None) -> None:
+    node = ast.parse(f"if cutlass.const_expr({test}): pass").body[0]
+    assert source._value(node, Kernel()) is value
 
 
 def test_without_a_kernel_nothing_is_decided() -> None:
