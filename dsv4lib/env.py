@@ -52,8 +52,8 @@ def root() -> Path:
 
     In a clone it is beside `dsv4lib`. A wheel carries one inside the package, which is only read.
     """
-    beside = package().parent
-    return beside if (beside / "stages").is_dir() else package() / INSTALLED
+    inside = package() / INSTALLED
+    return inside if inside.is_dir() else package().parent
 
 
 def is_installed() -> bool:
@@ -139,21 +139,22 @@ def revision(folder: Path | None = None) -> Revision:
     inside another repository or without git.
     """
     place = (folder or package().parent).resolve()
-    said = _git(place, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+    said = (_git(place, "rev-parse", "--show-toplevel", "HEAD") or "").splitlines()
     if len(said) != 2 or Path(said[0]).resolve() != place or not re.fullmatch(r"[0-9a-f]{40,64}", said[1]):
         return Revision()
-    return Revision(said[1], bool(_git(place, "status", "--porcelain").strip()))
+    changed = _git(place, "status", "--porcelain", "--untracked-files=normal")
+    return Revision(said[1], None if changed is None else bool(changed.strip()))
 
 
-def _git(folder: Path, *words: str) -> str:
-    """What git prints, or nothing. It takes no lock and starts no monitor, so that a run disturbs no other command."""
+def _git(folder: Path, *words: str) -> str | None:
+    """What git prints, None where it fails. It takes no lock and starts no monitor: a run disturbs no other command."""
     command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", "-C", str(folder), *words]
     own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=own)
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def machine_label() -> str:

@@ -267,6 +267,8 @@ def bench(
     for name, path in (("record", record), ("figure", figure), ("export", export)):
         if path is not None and not path.parent.is_dir():
             raise ArgumentError(name, str(path), "a file in a folder that exists")
+    if what == "peers":
+        _need_clone("bench peers")
     from dsv4lib.lab import benches
     from dsv4lib.pages.fmha import peers as fmha_peers
     from dsv4lib.pages.moe_gemm import peers as moe_gemm_peers

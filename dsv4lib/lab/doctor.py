@@ -77,12 +77,17 @@ def normal(name: str) -> str:
 def missing_by_extra(requires: Iterable[str], installed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return for each extra of a wheel the packages that are not installed. Versions are pip's business."""
     found: dict[str, list[str]] = {"": []}
+    includes: list[tuple[list[str], str]] = []
     for text in requires:
         name = normal(re.match(r"[A-Za-z0-9._-]+", text)[0])
         extra = re.search(r"""extra == ['"]([^'"]+)""", text)
         lacks = found.setdefault(extra[1] if extra else "", [])
-        if name not in installed:
+        if own := re.match(r"dsv4lab\[([a-z]+)\]", text):  # an extra that holds another
+            includes.append((lacks, own[1]))
+        elif name not in installed:
             lacks.append(name)
+    for lacks, other in includes:
+        lacks += found.get(other, [])
     return {extra: tuple(sorted(lacks)) for extra, lacks in found.items()}
 
 

@@ -70,8 +70,8 @@ class Communicator:
         """Send rows: the first ``send[0]`` to rank 0 and so on. Returns those received, ``receive[r]`` of rank r."""
         return x
 
-    def any(self, value: bool) -> bool:
-        """Tell whether a rank gives True."""
+    def any(self, value: bool, what: str = "any") -> bool:
+        """Tell whether a rank gives True. ``what``: the call's name."""
         return value
 
 

@@ -19,7 +19,7 @@ Which numbers are the same bits on any plan, and which within bounds:
 | a model of one group of heads          | ranks on every rank                       | rounded to bf16 once          |
 
 All ranks of a tensor group have the same bits, whatever the plan: each adds the same numbers in the same order. "The
-same bits" holds for kernels whose bits do not depend on how many tokens or heads a call has. Of ours the exceptions are
-`fmha` of a model that is not ``batch_invariant``, whose splits depend on the size of the batch, and experts in mode
-``mxfp4_mixed``.
+same bits" holds for kernels whose bits do not depend on how many tokens or heads a call has: those of a model that is
+``batch_invariant``. On a Hopper no model is: `linear` splits K by tokens and columns, attention its keys and mHC its
+sums by tokens. Nor are experts in mode ``mxfp4_mixed`` anywhere.
 """

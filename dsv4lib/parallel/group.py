@@ -20,7 +20,10 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.layers.communicator import ALONE, Communicator, Groups, part_of
 from dsv4lib.parallel.place import Place
 from dsv4lib.parallel.plan import Plan
-from dsv4lib.parallel.watch import Watch
+from dsv4lib.parallel.watch import LEAVING, Watch
+
+NEVER = datetime.timedelta(days=7)
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
 class Group(Communicator):
@@ -77,19 +80,19 @@ class Group(Communicator):
         """Send rows: the first ``send[0]`` to rank 0 and so on. Returns those received, ``receive[r]`` of rank r."""
         return self._exchange("exchange", x, send, receive)
 
-    def any(self, value: bool) -> bool:
-        """Tell whether a rank gives True."""
-        return bool(self._all("any", torch.tensor([int(value)], device=self.device)).any())
+    def any(self, value: bool, what: str = "any") -> bool:
+        """Tell whether a rank gives True. ``what``: the call's name; one of `watch.PATIENT` waits without a limit."""
+        return bool(self._all(what, torch.tensor([int(value)], device=self.device)).any())
 
-    def all(self, x: Tensor) -> Tensor:
-        """Gather a tensor of one shape and type of each rank: [ranks, ..]."""
-        return self._all("all", x)
+    def all(self, x: Tensor, what: str = "all") -> Tensor:
+        """Gather a tensor of one shape and type of each rank: [ranks, ..]. ``what``: see `any`."""
+        return self._all(what, x)
 
     def _all(self, what: str, x: Tensor) -> Tensor:
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         if x.numel():
             with self.watch.call(self.name, what, self.ranks):
-                dist.all_gather_single(_bytes(out), _bytes(x.contiguous()), group=self.process_group)
+                GATHER(_bytes(out), _bytes(x.contiguous()), group=self.process_group)
         return out
 
     def _exchange(self, what: str, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -143,7 +146,7 @@ def joined(plan: Plan, place: Place, device: str, timeout: float) -> Iterator[Ra
     here = torch.device(device, place.local) if device == "cuda" else torch.device(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    store, limit = place.store(timeout), datetime.timedelta(seconds=2 * timeout)  # the watch speaks first
+    store, limit = place.store(timeout), NEVER  # the watch ends what hangs
     watch = Watch(place, store, timeout)
     with watch.running():
         backend, options = ("nccl", {"device_id": here}) if here.type == "cuda" else ("gloo", {})
@@ -153,7 +156,7 @@ def joined(plan: Plan, place: Place, device: str, timeout: float) -> Iterator[Ra
         ranks = _ranks(plan, place, here, watch)
         watch.tell()
         yield ranks
-        ranks.world.any(False)  # all have what was sent to them before one leaves
+        ranks.world.any(False, LEAVING)  # all have what was sent to them before one leaves
         watch.leave()
         dist.destroy_process_group()
 

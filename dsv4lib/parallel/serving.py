@@ -29,6 +29,7 @@ from dsv4lib.model.scheduler import Scheduler, Token
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.parallel.group import Ranks
 from dsv4lib.parallel.plan import Plan, PlanError
+from dsv4lib.parallel.watch import RESULTS
 
 
 class RanksDiffer(DSV4Error, RuntimeError):
@@ -146,7 +147,7 @@ def serve(scheduler: RankScheduler, requests: Sequence[Request]) -> list[list[in
         found[number, lengths[number]] = token
         lengths[number] += 1
     if ranks.world.size > 1:
-        found = ranks.world.all(found).amax(0)
+        found = ranks.world.all(found, RESULTS).amax(0)
     return [[t for t in row if t >= 0] for row in found.tolist()]
 
 

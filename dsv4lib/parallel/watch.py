@@ -2,7 +2,8 @@
 
 A thread of each rank holds a connection to rank 0, the hub, which is closed by the system when a process dies, however
 it dies. Over it ranks tell which call to a group they have reached. Where some members of a group have reached a call
-and nothing has moved for ``timeout`` seconds, the hub names those that have not.
+and nothing has moved for ``timeout`` seconds, the hub names those that have not. Calls at the end (`PATIENT`) wait for
+ranks that still work on requests of their own.
 
     rank r -> hub      at GROUP FIRST PAST COUNT WHAT     it has reached so many calls; is in WHAT, or in none ("-")
     rank r -> hub      left                               it is done
@@ -29,8 +30,10 @@ from dsv4lib.parallel.place import Place, listening
 
 TICK = 0.2  # seconds between looks
 LINGER = 1.0  # seconds that the hub waits for the others to have read why they end
+ADMISSION = 5.0  # seconds that a connection may take to say which rank it is
 VERDICT = 5.0  # seconds after a broken call in which the watch finds who is gone
 EXIT_CODE = 23
+LEAVING, RESULTS = PATIENT = "leaving", "results"  # calls that wait for ranks which still work, as long as they live
 
 
 class RankEnded(DSV4Error, RuntimeError):
@@ -80,8 +83,7 @@ class Watch:
             door.settimeout(timeout)
             try:
                 while len(self.peers) < place.world - 1:
-                    peer = door.accept()[0]
-                    self.peers[peer] = int(peer.makefile("rb").readline())
+                    self._admit(door.accept()[0])
             except TimeoutError:
                 missing = sorted(set(range(1, place.world)) - set(self.peers.values()))
                 text = f"rank {missing[0]} did not join within {timeout:g} s"
@@ -95,6 +97,22 @@ class Watch:
         for peer in self.peers:
             peer.settimeout(LINGER)
             self.texts[peer] = b""
+
+    def _admit(self, peer: socket.socket) -> None:
+        """Let a rank in by the number that it sends first; close what sends anything else, or nothing for a while."""
+        said = b""
+        peer.settimeout(min(self.timeout, ADMISSION))
+        with contextlib.suppress(OSError):
+            while not said.endswith(b"\n") and len(said) < 16:
+                byte = peer.recv(1)  # nothing after the line is taken
+                if not byte:
+                    break
+                said += byte
+        number = int(said) if said.strip().isdigit() else 0
+        if said.endswith(b"\n") and 0 < number < self.place.world and number not in self.peers.values():
+            self.peers[peer] = number
+        else:
+            peer.close()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -216,6 +234,8 @@ class Watch:
                 if not late or now - max(calls.since for calls in of.values()) < self.timeout:
                     continue
                 waiting = next(calls.what for calls in of.values() if calls.count == most)
+                if waiting in PATIENT:
+                    continue
                 idle = [r for r in late if all(c.what == "-" for c in self.of.get(r, {}).values())] or late
                 who = f"rank {idle[0]}" if len(idle) == 1 else "ranks " + ", ".join(map(str, idle))
                 what = f" ({waiting})" if waiting != "-" else ""

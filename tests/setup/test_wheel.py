@@ -99,9 +99,10 @@ def test_without_extras_there_is_the_emulator(installed, tmp_path):
 
 
 def test_doctor_names_the_extra_that_lacks_a_package():
-    requires = ["numpy>=2.0", "torch>=2.11; extra == 'ops'", 'Ruff==1; extra == "test"', "ml_dtypes; extra == 'ops'"]
+    requires = ["dsv4lab[ops]; extra == 'lab'", "pillow; extra == 'lab'"]
+    requires += ["numpy>=2.0", "torch>=2.11; extra == 'ops'", 'Ruff==1; extra == "test"', "ml_dtypes; extra == 'ops'"]
     assert doctor.missing_by_extra(requires, {"numpy": "2.4", "torch": "2.11"}) == {
-        "": (), "ops": ("ml-dtypes",), "test": ("ruff",)
+        "": (), "lab": ("ml-dtypes", "pillow"), "ops": ("ml-dtypes",), "test": ("ruff",)
     }  # fmt: skip
 
 

@@ -91,7 +91,10 @@ class Files:
 
     def find(self, address: str) -> str | None:
         """Copy a PNG or JPEG of the workspace; None for anything else or elsewhere."""
-        path = (self.root / self.source.path).parent.joinpath(address).resolve()
+        try:
+            path = (self.root / self.source.path).parent.joinpath(address).resolve()
+        except (OSError, ValueError):  # no name of a file
+            return None
         kinds = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
         if path.suffix.lower() not in kinds or not path.is_relative_to(self.root):
             return None

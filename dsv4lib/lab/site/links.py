@@ -88,8 +88,11 @@ class Links:
         return f'<span class="file" title="{escape(path)} of the repository">{found[2]}</span>'
 
     def _exists(self, path: str) -> bool:
-        inside = (self.root / path).resolve()
-        return inside.is_relative_to(self.root.resolve()) and inside.exists()
+        try:
+            inside = (self.root / path).resolve()
+            return inside.is_relative_to(self.root.resolve()) and inside.exists()
+        except (OSError, ValueError):  # no name of a file
+            return False
 
 
 def with_anchors(text: str, taken: set[str]) -> tuple[Markup, list[Heading]]:

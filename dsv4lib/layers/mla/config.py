@@ -83,8 +83,8 @@ class MLAConfig:
             ("q_scale", self.q_scale, self.dtype),
             ("kv_scale", self.kv_scale, self.cache_dtype),
         ):
-            if not (value > 0 and math.isfinite(value)) or (value != 1.0 and dtype != E4M3):
-                raise ConfigError(name, value, "a positive number; 1 of what is not FP8")
+            if not 2.0**-90 <= value <= 2.0**90 or (value != 1.0 and dtype != E4M3):
+                raise ConfigError(name, value, "a number from 2^-90 to 2^90; 1 of what is not FP8")
         if self.max_context_len < 1:
             raise ConfigError("max_context_len", self.max_context_len, "at least 1 token")
         check_num_kv_splits(self.num_kv_splits)

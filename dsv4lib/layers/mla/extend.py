@@ -49,6 +49,22 @@ class RowsOfDecode:
             ids, torch.tensor(lengths, dtype=torch.int32, device=device), max(lengths, default=0)
         )
 
+    def init_forward_metadata_capture_cuda_graph(self, *given: Any) -> None:
+        """Refuse a capture: how many rows a step of prefill has differs from step to step.
+
+        Raises:
+            BackendUnavailable: always.
+        """
+        raise BackendUnavailable("prefill and speculation as rows of decode are not captured; give a delegate that is")
+
+    def init_forward_metadata_replay_cuda_graph(self, *given: Any) -> None:
+        """Refuse a replay, as there is no capture.
+
+        Raises:
+            BackendUnavailable: always.
+        """
+        self.init_forward_metadata_capture_cuda_graph(*given)
+
     def forward_extend(self, *given: Any, **options: Any) -> Tensor:
         """Store keys and attend; arguments are those of `MLABackend.forward_decode`."""
         return self.backend.attend(*given, **options)

@@ -18,8 +18,9 @@ released and acquired at .gpu scope. The last CTA to leave sets all counters bac
 
 Order. All warps publish; a warp a CTA waits for the counts; then each goes by its role. The dispatch warps pull the
 rows expert after expert, ahead of the GEMMs, which wait for one expert at a time: pulling e + 1 is hidden under the
-products of e. L1 of all experts comes before L2 of the first; no tile waits for a later one, so with all CTAs resident
-(a CTA an SM, grid <= SMs) nothing can hang but on a rank that does not take part.
+products of e. L1 of all experts comes before L2 of the first; no tile waits for a later one, so with all CTAs
+resident (a CTA an SM, grid <= SMs) nothing can hang but on a rank that does not take part.
+Nothing but the grid's size makes them resident: another kernel that waits for a rank must not share the GPU.
 
 Roles (7 warps, 224 threads)
 

@@ -55,7 +55,8 @@ def mega_moe(
     Args:
         x: uint8 [T, H], E4M3 codes of this rank's tokens, T at most buffer.layout.max_tokens.
         x_scale: uint8 [T, H / 32], their UE8M0 scales, row after row.
-        topk_idx: int64 or int32 [T, k], experts 0 .. E - 1 of all ranks; any other number (-1) is no expert.
+        topk_idx: int64 or int32 [T, k], experts 0 .. E - 1 of all ranks, each once a token; any other number (-1) is
+            no expert. On a GPU this is not checked: of a rank's rows an expert drops those past max_tokens.
         topk_weights: fp32 [T, k].
         l1: MXFP4 of this rank's experts, [E / W, 2 I, H / 2], 8 rows of gate and up each alternating, and their scales
             [E / W, bytes], swizzled (`formats.scale_swizzle`).

@@ -43,6 +43,7 @@ MOST_TOKENS = 1 << 30  # of a request: 32 bits count them, and tiles and splits 
 SM_SCALE = 1 / math.sqrt(128 + 64)  # of DeepSeek's heads before W_UK is absorbed: 128 dims and 64 rotated ones
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CACHE_DTYPES = {BF16: (BF16, E4M3), FP16: (FP16,), E4M3: (E4M3,)}  # by that of queries
+MOST_REQUESTS = 65535  # of a grid's z
 SCALES = 2.0**-100, 2.0**100  # a scale that is 0 in fp32, or negative, would make a masked score NaN
 
 
@@ -118,6 +119,8 @@ def _check_scales(sm_scale: float, q_scale: float, kv_scale: float) -> None:
     for name, value in (("sm_scale", sm_scale), ("q_scale", q_scale), ("kv_scale", kv_scale)):
         if not SCALES[0] <= value <= SCALES[1]:
             raise ArgumentError(name, value, "a number from 2^-100 to 2^100")
+    if not SCALES[0] <= sm_scale * q_scale * kv_scale <= SCALES[1]:  # what the kernels multiply logits by
+        raise ArgumentError("sm_scale * q_scale * kv_scale", sm_scale * q_scale * kv_scale, "from 2^-100 to 2^100")
 
 
 @op("mla_decode", mutates=("out", "lse", "workspace"), archs=ARCHS)
@@ -168,6 +171,8 @@ class Call(NamedTuple):
             allowed = " or ".join(str(one) for one in CACHE_DTYPES[q.dtype]) + f" with queries of {q.dtype}"
             raise ArgumentError("kv_cache.dtype", cache.dtype, allowed)
         (batch, heads, _), i32 = q.shape, torch.int32
+        if batch > MOST_REQUESTS:
+            raise ArgumentError("q_nope.shape", tuple(q.shape), f"[B, H, 512], B at most {MOST_REQUESTS}")
         out_dtype = q.dtype if q.dtype != E4M3 else self.out.dtype if self.out.dtype in (BF16, FP16) else BF16
         launching.check(
             {

@@ -23,6 +23,7 @@ from dsv4lib.ops.mla_page_table import arguments
 from dsv4lib.ops.mla_page_table.kernel import MlaPageTable
 
 MOST_PAGE = 1 << 16  # tokens
+MOST_REQUESTS = 65535  # of a grid's y
 NONE = (1 << 31) - 1  # the first misaligned token of a row without one
 
 
@@ -129,6 +130,9 @@ class Call(NamedTuple):
                 "misaligned": (self.misaligned, torch.int32, (*batch, 2)),
             }
         )
+        if len(self.requests) > MOST_REQUESTS:
+            allowed = f"[B], B at most {MOST_REQUESTS}"
+            raise ArgumentError("requests.shape", tuple(self.requests.shape), allowed)
         if not 1 <= self.page_size <= MOST_PAGE:
             raise ArgumentError("page_size", self.page_size, f"1 to {MOST_PAGE}")
         for name, x in (("req_to_token", self.req_to_token), ("out", self.out)):

@@ -26,8 +26,8 @@ from dsv4lib.parallel.serving import held, require_drafts
 @contextmanager
 def speaking(console: Console) -> Iterator[Console]:
     """Give a console that prints on rank 0 alone; the others say nothing of errors, either."""
-    rank = int(os.environ.get("RANK") or 0)
-    if not rank:
+    place = Place.here()
+    if place is None or place.rank == 0:
         yield console
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends all
@@ -53,7 +53,7 @@ def of(listed: Listed, options: Options, backend: str, command: Sequence[str], t
     if place is None and plan.world == 1:
         yield None
     elif place is None:
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(env.root()), os.environ.get("PYTHONPATH"))))}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(env.package().parent), os.environ.get("PYTHONPATH"))))}
         sys.exit(
             launch(["-m", "dsv4lib.lab.cli", *command, *_arguments(options, backend), "--", text], plan.world, path)
         )

@@ -227,6 +227,10 @@ def bad_arguments():
         ("page_table", {"page_table": table + 100}),
         ("sm_scale", {"sm_scale": math.nan}),
         ("sm_scale", {"sm_scale": 0.0}),
+        (
+            "sm_scale * q_scale * kv_scale",
+            {"kv_cache": one.kv_cache.to(E4M3), "sm_scale": 2.0**-90, "kv_scale": 2.0**-90},
+        ),
         ("q_scale", {"q_scale": 0.5}),
         ("kv_scale", {"kv_scale": 0.5}),
         ("kv_scale", {"kv_scale": -1.0}),
