@@ -34,8 +34,24 @@ def test_a_revision_is_the_commit_and_what_differs_from_it(clone: Path) -> None:
     (clone / "new.py").write_text("")
     assert env.revision(clone) == (commit, True)
     (clone / "new.py").unlink()
+    git(clone, "config", "status.showUntrackedFiles", "no")
+    (clone / "new.py").write_text("")
+    assert env.revision(clone) == (commit, True), "whatever git shows by default"
+    (clone / "new.py").unlink()
     (clone / "a.py").write_text("x = 2\n")
     assert env.revision(clone) == (commit, True)
+    (clone / ".git" / "index").write_bytes(b"none")
+    assert env.revision(clone) == (commit, None), "git fails: nothing is known"
+
+
+def test_the_workspace_is_in_the_package_of_a_wheel_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack of sources has `data` beside the package and no stages."""
+    package = tmp_path / "dsv4lib"
+    package.mkdir()
+    monkeypatch.setattr(env, "package", lambda: package)
+    assert env.root.__wrapped__() == tmp_path
+    (package / env.INSTALLED).mkdir()
+    assert env.root.__wrapped__() == package / env.INSTALLED
 
 
 def test_a_folder_inside_another_repository_has_no_revision(

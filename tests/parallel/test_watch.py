@@ -13,7 +13,7 @@ from dsv4lib.parallel import launch
 from dsv4lib.parallel.group import joined
 from dsv4lib.parallel.place import Place
 from dsv4lib.parallel.plan import Plan
-from dsv4lib.parallel.watch import EXIT_CODE, RankEnded
+from dsv4lib.parallel.watch import EXIT_CODE, LEAVING, RankEnded
 from tests.cases import cases
 from tests.parallel.ranks import GROUPED, returned, run
 
@@ -55,6 +55,19 @@ def test_a_mistake_keeps_its_traceback(tmp_path):
     ended = run(Plan.of(GROUPED, tensor=4), work, tmp_path)
     assert ended.codes[1] == 1 and ended.err.count("Traceback") == 1
     assert "dsv4: rank 1: ZeroDivisionError: integer division or modulo by zero; all ranks end\n" in ended.err
+
+
+def test_ranks_that_are_done_wait_for_one_that_works(tmp_path):
+    """Requests of its own may take longer than a call between ranks; no call of theirs is late."""
+
+    def work(ranks):
+        if ranks.rank == 1:
+            time.sleep(2.5)
+        ranks.world.any(False, LEAVING)
+        return "done"
+
+    ended = run(Plan.of(GROUPED, tensor=2), work, tmp_path, timeout=0.8)
+    assert (ended.codes, ended.err) == ([0, 0], "")
 
 
 def test_a_rank_that_stands_still_is_named_after_the_timeout(tmp_path):
