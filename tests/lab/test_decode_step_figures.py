@@ -424,5 +424,5 @@ def test_tables(scheduled, capsys):
     out = capsys.readouterr().out
     assert "in no line: model: embedding" in out and "2 SWA, 21 CSA, 20 HCA layers" in figures.calls_of(scheduled)
     assert "ours: no kernel when it was recorded" in out and "nothing" in out and "a; b" in out
-    assert f"{STEPS[0].batch * 1e3 / STEPS[0].ms:,.0f}" in out and H100 in out
+    assert f"{STEPS[0].batch * 1e3 / STEPS[0].ms:,.0f}" in out and STEPS[0].gpu in out
     assert len(run_case.sources(ROWS)) == len({one.run for one in ROWS})

@@ -19,9 +19,10 @@ from torch import Tensor
 from dsv4lib.bench.ops import providers
 from dsv4lib.bench.ops.case import Given, Row
 from dsv4lib.ops.mla_decode import peers
-from dsv4lib.ops.mla_decode.op import E4M3, ENTRY, LATENT, SM_SCALE, mla_decode
+from dsv4lib.ops.mla_decode.op import SM_SCALE, mla_decode
 from dsv4lib.reference import mla_decode as oracle
 
+LATENT, ENTRY, E4M3 = oracle.LATENT, oracle.LATENT + oracle.ROPE, torch.float8_e4m3fn
 PAGE = 64
 HEADS = (128, 16)
 SIZES = (  # (tokens, requests)

@@ -39,6 +39,7 @@ from dsv4lib.pages.hopper import ops_table, step_table
 
 FOLDER, CONTEXT, BATCHES = step_table.FOLDER, step_table.CONTEXT, step.BATCHES
 CARD = "NVIDIA H200"  # that the lines, and the goals, are of
+OTHER_CARD = "NVIDIA H100 80GB HBM3"  # whose times the fault "any_card" judges
 PYTORCH = "torch"  # in the names of its own code: no package's kernel
 SEVERAL = ", "  # between the names of several GPUs
 WHOLE = "whole step"
@@ -439,7 +440,7 @@ def judged(rows: Sequence[Recorded], steps: Sequence[Whole], fault: str = "none"
     for goal in goals():
         if goal.what == WHOLE:
             one = by_batch.get(goal.batch)
-            us, gpu = (None, CARD) if one is None else (1e3 * one.ms, one.gpu)
+            us, gpu = (None, CARD) if one is None else (1e3 * one.ms, OTHER_CARD if fault == "any_card" else one.gpu)
         else:
             lines = [by_line.get((name, goal.batch)) for name in goal.what.split(" & ")]
             known = [one for one in lines if one is not None]
