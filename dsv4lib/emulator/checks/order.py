@@ -156,7 +156,7 @@ class Order:
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
         """Release of words of global memory."""
 
-    def memory_fenced(self, warp: Warp) -> None:
+    def memory_fenced(self, warp: Warp, opcode: str) -> None:
         """Record a fence of the warp between generic accesses."""
 
     def fenced_global(self, warp: Warp, alias: bool = False) -> None:

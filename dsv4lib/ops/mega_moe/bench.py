@@ -24,7 +24,6 @@ from dsv4lib.ops.mega_moe.op import mega_moe
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
-from dsv4lib.ops.moe_gemm.operands import numbers
 from dsv4lib.reference import mega_moe as oracle
 
 EXPONENTS = 118, 121  # E8M0 bytes of weights: 2^-9 to 2^-7
@@ -122,6 +121,8 @@ def _one_by_one(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
 
 def _check(given: Given, outputs: Mapping[str, Tensor]) -> None:
     """The first tokens against the oracle, each token's error beside its size."""
+    from dsv4lib.ops.moe_gemm.operands import numbers  # needs the DSL
+
     own = slice(0, CHECKED)
     chosen = given["topk_idx"][own]
     used, places = chosen.unique(return_inverse=True)

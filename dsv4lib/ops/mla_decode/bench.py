@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dsv4lib.bench.ops import providers
 from dsv4lib.bench.ops.case import Given, Row
-from dsv4lib.ops.mla_decode import peers
-from dsv4lib.ops.mla_decode.op import SM_SCALE, mla_decode
+from dsv4lib.ops.mla_decode import peers, peers_torch
+from dsv4lib.ops.mla_decode.op import mla_decode
+from dsv4lib.ops.mla_decode.peers import SM_SCALE
 from dsv4lib.reference import mla_decode as oracle
 
 LATENT, ENTRY, E4M3 = oracle.LATENT, oracle.LATENT + oracle.ROPE, torch.float8_e4m3fn
@@ -52,7 +53,10 @@ def _row(heads: int, tokens: int, batch: int, fp8: bool = False) -> Row:
         flops=2 * batch * heads * tokens * (ENTRY + LATENT),
         given=lambda generator: given_of(heads, tokens, batch, generator, fp8),
         check=check,
-        providers=(providers.in_place("ours", new, _ours), *(() if fp8 else peers.providers())),
+        providers=(
+            providers.in_place("ours", new, _ours),
+            *(() if fp8 else (*peers.providers(), *peers_torch.providers())),
+        ),
         goal=None if fp8 else GOAL,
     )
 

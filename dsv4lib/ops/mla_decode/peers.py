@@ -1,19 +1,19 @@
-"""Time peers of `mla_decode` on a Hopper. FlashMLA's dense decode, as vLLM brings it, and torch's attention."""
+"""Time a peer of `mla_decode` on a Hopper: FlashMLA's dense decode, as vLLM brings it."""
 
 from __future__ import annotations
 
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Absent, Call, Given, Provider
-from dsv4lib.ops.mla_decode.op import LATENT, SM_SCALE
+from dsv4lib.bench.ops.case import Absent, Given, Provider
+from dsv4lib.reference.mla_decode import LATENT
 
-MOST_BYTES = 4 << 30  # of a gathered copy of the cache
+SM_SCALE = (128 + 64) ** -0.5  # of queries before absorption
 
 
 def providers() -> tuple[Provider, ...]:
-    """Return both. FlashMLA's schedule is made once, before the time, as engines share it between layers."""
-    return Provider("FlashMLA", _flash_mla), Provider("torch SDPA", _torch)
+    """Return it. Its schedule is made once, before the time, as engines share it between layers."""
+    return (Provider("FlashMLA", _flash_mla),)
 
 
 def _flash_mla(given: Given) -> peers.Bound:
@@ -31,18 +31,3 @@ def _flash_mla(given: Given) -> peers.Bound:
         )
 
     return peers.bound(run, o=lambda out: out[0][:, 0])
-
-
-def _torch(given: Given) -> tuple[Call, dict[str, torch.Tensor]]:
-    """Attend to a cache that is gathered before the time. Its requests have one length."""
-    q, cache, table = given["q"], given["cache"], given["table"]
-    length, size = int(given["lengths"][0]), cache.element_size()
-    if len(q) * length * cache.shape[2] * size > MOST_BYTES:
-        raise Absent("a gathered copy of the cache takes too much memory")
-    kv = cache[table.long()].flatten(1, 2)[:, None, :length]
-    attention, out = torch.nn.functional.scaled_dot_product_attention, {}
-
-    def call() -> None:
-        out["o"] = attention(q[:, None], kv, kv[..., :LATENT], scale=SM_SCALE)[:, 0]
-
-    return call, out
