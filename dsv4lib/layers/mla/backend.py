@@ -33,7 +33,6 @@ from dsv4lib.layers.mla.pool import MLAPool
 from dsv4lib.ops.common import launching
 from dsv4lib.ops.mla_decode.op import ARCHS, E4M3, mla_decode
 from dsv4lib.ops.mla_decode.sm90 import launch as hopper
-from dsv4lib.ops.mla_decode.sm90.config import V_DIM
 from dsv4lib.ops.mla_decode.splits import current_sm_count, num_kv_splits_by_clusters
 from dsv4lib.ops.mla_page_table.op import mla_page_table
 
@@ -308,8 +307,7 @@ class MLABackend:
         sms, splits, heads = current_sm_count(), self.config.num_kv_splits, layer.tp_q_head_num
         if splits < 1 and launching.arch(self.backend, ARCHS) in hopper.ARCHS:
             splits = hopper.choose_splits(batch, heads, tokens, sms)
-            if metadata.workspace is not None:  # as the launch does
-                splits = max(1, min(splits, metadata.workspace.nbytes // (4 * batch * heads * (V_DIM + 1))))
+            splits = hopper.held_splits(splits, metadata.workspace, batch, heads)
         elif splits < 1:
             splits = num_kv_splits_by_clusters(tokens, batch, sms, heads=heads)
         space = 0 if metadata.workspace is None else metadata.workspace.nbytes

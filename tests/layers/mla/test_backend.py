@@ -381,6 +381,14 @@ def test_everything_else_goes_to_the_delegate():
     assert spy.asked == [*names, *names, *graphs] and server.mla.forward_metadata is None
 
 
+def test_rows_of_decode_are_not_captured():
+    server, given = Server([70, 33]), (torch.tensor([0]), torch.tensor([70]))
+    with pytest.raises(BackendUnavailable, match="not captured"):
+        server.mla.init_forward_metadata_capture_cuda_graph(1, 1, *given, None, ForwardMode.TARGET_VERIFY)
+    with pytest.raises(BackendUnavailable, match="not captured"):
+        server.mla.init_forward_metadata_replay_cuda_graph(1, *given, 70, None, ForwardMode.DECODE, "a tree")
+
+
 def test_prefill_as_rows_of_decode():
     """Two requests, one with a prefix: each new token sees what is before it and itself."""
     server = Server([50, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.common import splits as split_choice
@@ -37,10 +38,14 @@ def splits_of(call: Any, sms: int) -> int:
     if call.num_kv_splits >= 1:
         return call.num_kv_splits
     batch, heads, _ = call.q_nope.shape
-    splits = choose_splits(batch, heads, call.capacity, sms)
-    if call.workspace is not None:
-        splits = max(1, min(splits, call.workspace.numel() // (4 * batch * heads * (V_DIM + 1))))
-    return splits
+    return held_splits(choose_splits(batch, heads, call.capacity, sms), call.workspace, batch, heads)
+
+
+def held_splits(splits: int, workspace: Tensor | None, batch: int, heads: int) -> int:
+    """Return as many of the splits as a workspace has room for, at least one; all without a workspace."""
+    if workspace is None:
+        return splits
+    return max(1, min(splits, workspace.nbytes // (4 * batch * heads * (V_DIM + 1))))
 
 
 def settings_of(call: Any) -> dict[str, Any]:
