@@ -119,8 +119,14 @@ def test_failed_step_says_which_and_resumes(clone):
 def test_interrupted_set_up_stops_pip_and_resumes(clone):
     work, _, log, env = clone
     (log / "hang").write_text("torch==")
+    # A run of tests in a background job ignores SIGINT; a terminal's front door does not.
     door = subprocess.Popen(
-        [work / "dsv4", "stages"], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [work / "dsv4", "stages"],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 900
     while not (log / "calls").exists() or "torch==" not in (log / "calls").read_text():
