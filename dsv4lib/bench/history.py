@@ -1,6 +1,6 @@
 """Append what a bench measured to a history. One parquet file a run of a bench, which is never changed.
 
-`dsv4lib.lab.history` reads them beside the records of the notebooks. A time is compared within one machine label and GPU.
+`dsv4lib.lab.history` reads them beside the records of notebooks. A time is compared within one machine label and GPU.
 """
 
 from __future__ import annotations

@@ -268,9 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.record is not None:
         write(rows, given.record)
     if given.history is not None:
+        names = [f"whole step b {one.batch}, {one.context} tokens" for one in rows]
         shown = [
-            history.Measured("decode_step", f"whole step b {one.batch}, {one.context} tokens", "ours", "step", one.step_us)
-            for one in rows
+            history.Measured("decode_step", name, "ours", "step", one.step_us)
+            for name, one in zip(names, rows, strict=True)
         ]
         history.append(shown, given.history, harness.facts(f"python -m {NAME}"))
     return 0

@@ -1,13 +1,13 @@
 """How far a number moves from run to run when nothing changed, and where it moved further: change points.
 
-Values are compared on a scale of their own: times by their logarithm, gated metrics as a part of their bound. The noise
-of a series is a robust spread of its differences from run to run (1.4826 median absolute deviations, / sqrt 2), no less
-than that of all series of its kind on its machine: a night's few runs say little of one row, many rows say much. Rows of
-a bench add what their own repetitions spread.
+Values are compared on a scale of their own: times by their logarithm, gated metrics as a part of their bound. The
+noise of a series is a robust spread of its differences from run to run (1.4826 median absolute deviations, / sqrt 2).
+It is that of all series of its kind on its machine until it has `OWN` differences itself, then its own, half of the
+others' at least: few runs say little of one row, many rows say much. Rows of a bench add what their repetitions spread.
 
-Change points are those of PELT (Killick, Fearnhead and Eckley 2012, package ruptures) with squared error. Its penalty is
-the square of the z-score that one of all places of all series would pass by chance in `ALARMS` of such histories, so that
-a history of thousands of rows stays as quiet as one of ten.
+Change points are those of PELT (Killick, Fearnhead and Eckley 2012, package ruptures) with squared error. Its penalty
+is the square of the z-score that one of all places of all series would pass by chance in `ALARMS` of such histories,
+so that a history of thousands of rows stays as quiet as one of ten.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Stretch:
 def stretches(values: Values, noise: float, z: float) -> tuple[list[Stretch], int | None]:
     """Return the levels that values have one after the other, and the newest run where it alone is off but not by enough.
 
-    One run is no level: between two others it is an outlier and left out. At an end it must be off by `SURE` times as
-    much, for times have long tails; two runs must both be off. A level that a later one takes back is none either.
+    One run is no level: between two others it is an outlier and left out. At an end it must be off by `SURE` times
+    as much, for times have long tails; two runs must both be off. A level that a later one takes back is none either.
 
     Args:
         values: on the scale of `scaled`. noise: of one value. z: standard errors that a change must have.

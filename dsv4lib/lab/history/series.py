@@ -1,7 +1,7 @@
 """Follow one number over runs: a gated metric, the CPU time of a notebook, a row of a bench.
 
-What a kernel computes in the emulator is the same on every machine, so such metrics are followed over all machines. What
-a GPU computes or how long anything takes is followed within one machine label (and GPU) alone.
+What a kernel computes in the emulator is the same on every machine, so such metrics are followed over all machines.
+What a GPU computes or how long anything takes is followed within one machine label (and GPU) alone.
 """
 
 from __future__ import annotations

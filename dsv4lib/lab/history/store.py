@@ -54,7 +54,9 @@ def records_table(runs: Path) -> pa.Table:
     import pyarrow as pa
 
     tables = [records.schema().empty_table()]
-    tables += [_of_run(folder) for folder in sorted(runs.iterdir()) if (folder / "records").is_dir()] if runs.is_dir() else []
+    tables += (
+        [_of_run(folder) for folder in sorted(runs.iterdir()) if (folder / "records").is_dir()] if runs.is_dir() else []
+    )
     table = pa.concat_tables(tables)
     newest: dict[tuple[str, str], int] = {}
     keys = list(zip(table["run_id"].to_pylist(), table["job"].to_pylist(), strict=True))

@@ -78,7 +78,11 @@ class Finding:
         if self.before is None or self.after is None:
             return self.note
         relative = f" ({self.after / self.before - 1:+.1%})" if self.before else ""
-        return f"{self.before:.4g} -> {self.after:.4g} {self.unit}".rstrip() + relative + (f"; {self.note}" if self.note else "")
+        return (
+            f"{self.before:.4g} -> {self.after:.4g} {self.unit}".rstrip()
+            + relative
+            + (f"; {self.note}" if self.note else "")
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -101,7 +105,10 @@ def judge(history: History, window: int = WINDOW) -> list[Finding]:
     for job in history.jobs:
         found += _verdicts(job, window)
     found += _vanished(history, window)
-    order = {kind: i for i, kind in enumerate(("failed", "vanished", "step", "drift", "machine", "skipped", "flaky", "watch"))}
+    order = {
+        kind: i
+        for i, kind in enumerate(("failed", "vanished", "step", "drift", "machine", "skipped", "flaky", "watch"))
+    }
     return sorted(found, key=lambda one: (not one.worse, not one.of_sources, order[one.kind], one.what))
 
 
@@ -240,7 +247,9 @@ def _verdicts(job: Job, window: int) -> Iterator[Finding]:
     if ran and rows[-1][1] == Verdict.SKIPPED and ran[-1] < len(rows) - 1:
         last, first = rows[ran[-1]][0], rows[ran[-1] + 1][0]
         note = "was checked before, is skipped now"
-        yield Finding("skipped", f"{job.name} in {job.set}", job.label, True, last, first, len(rows) - ran[-1] - 1, note=note)
+        yield Finding(
+            "skipped", f"{job.name} in {job.set}", job.label, True, last, first, len(rows) - ran[-1] - 1, note=note
+        )
 
 
 def _vanished(history: History, window: int) -> Iterator[Finding]:
@@ -270,4 +279,13 @@ def _vanished(history: History, window: int) -> Iterator[Finding]:
             if of_gate and (what.partition(": gate ")[0], whole[-1][0].run_id) not in passed:
                 continue  # its notebook is gone, skipped or red, which has a finding of its own
             note = "is no longer " + ("judged" if of_gate else "run")
-            yield Finding("vanished", f"{what} in {set_name}", "", True, whole[last][0], whole[last + 1][0], len(whole) - last - 1, note=note)
+            yield Finding(
+                "vanished",
+                f"{what} in {set_name}",
+                "",
+                True,
+                whole[last][0],
+                whole[last + 1][0],
+                len(whole) - last - 1,
+                note=note,
+            )
