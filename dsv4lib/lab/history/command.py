@@ -49,7 +49,8 @@ def history(runs: Path, last: int, filters: dict[str, str | None], sql: str | No
         at = series.At(run_id, started, commit or "", dirty)
         table.add_row(
             run_id[:20], set_name, f"{started:%Y-%m-%d %H:%M}", at.shown if commit else "-", Text(label or "-"),
-            str(passed), str(skipped), Text(str(failed), style="red" if failed else ""), f"{seconds or 0:.0f}", f"{cpu or 0:.0f}",
+            str(passed), str(skipped), Text(str(failed), style="red" if failed else ""),
+            f"{seconds or 0:.0f}", f"{cpu or 0:.0f}",
         )  # fmt: skip
     console.print(table)
     return 0

@@ -65,7 +65,7 @@ def of(all_series: Sequence[Series]) -> list[tuple[float, int]]:
         known = len(pool) >= ENOUGH
         width = robust(pool) if known else ASSUMED[one.kind]
         if len(differences) >= OWN:
-            width = max(robust(differences), width / 2)
+            width = max(robust(differences - np.median(differences)), width / 2)  # a steady slope is no noise
         width = max(width, LEAST[one.kind])
         if one.kind == BENCH:
             width = max(width, *_of_repetitions(one))
@@ -101,7 +101,7 @@ class Stretch:
 
 
 def stretches(values: Values, noise: float, z: float) -> tuple[list[Stretch], int | None]:
-    """Return the levels that values have one after the other, and the newest run where it alone is off but not by enough.
+    """Return the levels that values have one after the other, and the newest run where it alone is off, by too little.
 
     One run is no level: between two others it is an outlier and left out. At an end it must be off by `SURE` times
     as much, for times have long tails; two runs must both be off. A level that a later one takes back is none either.

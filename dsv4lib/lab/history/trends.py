@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from dsv4lib.lab.history import noise
+from dsv4lib.lab.history.noise import Values
 from dsv4lib.lab.history.series import BENCH, METRIC, NOT_JUDGED, TIME, At, History, Job, Series
 from dsv4lib.lab.verdicts import Verdict
 
@@ -30,6 +31,7 @@ WINDOW = 60  # runs that are looked at
 LEAST_CHANGE = {BENCH: 0.03, TIME: 0.25}  # of the value before
 OF_MARGIN = 0.1  # of the way to the bound: a step of a gated metric
 DRIFTED = 0.25  # of the way to the bound: a drift
+SLOPE_Z = 4.0  # of Kendall's correlation with time
 ONE_STEP = 0.75  # of the whole way in one step is a step, no drift
 CONFIRMED = {TIME: 2}  # runs after a change that confirm it; elsewhere one is enough
 ALONE = 8  # rows of a bench that tell a machine's shift from a kernel's
@@ -158,27 +160,51 @@ def _matters(one: Series, before: float, after: float) -> bool:
 
 
 def _drift(one: Series, least_step: float) -> Finding | None:
-    """A gated metric that goes towards its bound in steps: not within noise, none nearly the whole way, none back."""
+    """A gated metric that goes towards its bound, and not in one step: by steps beyond noise, or all along within it."""
     if one.bound is None or len(one.values) < 3:
         return None
     size = max(abs(one.bound), float(np.abs(one.values).max())) or 1.0
-    towards = np.diff(one.values) * one.worse / size
-    moves = np.abs(towards) > least_step
-    if moves.sum() < 2 or (towards[moves] < 0).any():
+    towards = one.values * one.worse / size
+    ends = _several_steps(towards, least_step) or _slope(towards)
+    if ends is None:
         return None
-    steps = np.flatnonzero(moves)
-    first, last = int(steps[0]), int(steps[-1]) + 1
-    way = abs(one.values[last] - one.values[first])
-    margin = abs(one.bound - one.values[first])
-    if not way or way < DRIFTED * margin or np.abs(np.diff(one.values)).max() > ONE_STEP * way:
+    first, last, way = ends
+    start = float(one.values[first])
+    margin = abs(one.bound - start) / size
+    if way < DRIFTED * margin:
         return None
     inside = (one.bound - one.values[-1]) * one.worse >= 0
     note = f"{way / margin:.0%} of the way to its bound {one.bound:.4g}" if inside and margin else "past its bound"
-    ends = one.at[first], one.at[first + 1]
     return Finding(
-        "drift", one.name, one.label, True, *ends, len(one.at) - first - 1, float(one.values[first]),
+        "drift", one.name, one.label, True, one.at[first], one.at[first + 1], len(one.at) - first - 1, start,
         float(one.values[last]), one.unit, note,
     )  # fmt: skip
+
+
+def _several_steps(values: Values, least: float) -> tuple[int, int, float] | None:
+    """(run before the first step, run after the last, the way): two steps up or more, none down, none nearly all."""
+    moved = np.diff(values)
+    steps = np.flatnonzero(np.abs(moved) > least)
+    if len(steps) < 2 or (moved[steps] < 0).any():
+        return None
+    first, last = int(steps[0]), int(steps[-1]) + 1
+    way = float(values[last] - values[first])
+    return (first, last, way) if way > 0 and moved.max() <= ONE_STEP * way else None
+
+
+def _slope(values: Values) -> tuple[int, int, float] | None:
+    """Likewise for steps within noise: Kendall's rank correlation with time, and a line fits better than one step."""
+    count = len(values)
+    if count < 10:
+        return None
+    pairs = np.sign(values[None, :] - values[:, None])
+    kendall = float(np.triu(pairs, 1).sum()) / np.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    if kendall < SLOPE_Z:
+        return None
+    slope, start = np.polyfit(np.arange(count), values, 1)
+    line = float(((values - start - slope * np.arange(count)) ** 2).sum())
+    step = min(i * values[:i].var() + (count - i) * values[i:].var() for i in range(1, count))
+    return (0, count - 1, float(slope) * (count - 1)) if line < step else None
 
 
 def _machines(series: Sequence[Series]) -> Iterator[Finding]:
