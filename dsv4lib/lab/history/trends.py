@@ -160,7 +160,7 @@ def _matters(one: Series, before: float, after: float) -> bool:
 
 
 def _drift(one: Series, least_step: float) -> Finding | None:
-    """A gated metric that goes towards its bound, and not in one step: by steps beyond noise, or all along within it."""
+    """A gated metric that goes towards its bound, not in one step: by steps beyond noise, or all along within it."""
     if one.bound is None or len(one.values) < 3:
         return None
     size = max(abs(one.bound), float(np.abs(one.values).max())) or 1.0
