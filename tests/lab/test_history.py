@@ -194,7 +194,7 @@ def test_a_gate_that_drifts_in_many_small_steps_and_one_that_steps_once() -> Non
     assert [one.kind for one in judged(step)] == ["step"]
     assert not any(one.worse for one in judged(away))
     mostly_one = numbers([1.0, 1.4, 1.42, 1.42], series.METRIC, bound=2.0)
-    back_and_forth = numbers([1.0, 1.3, 1.1, 1.4], series.METRIC, bound=2.0)
+    back_and_forth = numbers([1.0, 1.25, 1.15, 1.45], series.METRIC, bound=2.0)
     assert "drift" not in {one.kind for one in judged(mostly_one)} | {one.kind for one in judged(back_and_forth)}
     rng = np.random.default_rng(14)
     noisy_drift = np.linspace(1.0, 1.5, 30) + 0.03 * rng.standard_normal(30)
