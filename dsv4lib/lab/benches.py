@@ -10,6 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dsv4lib.bench import history
+from dsv4lib.lab.stage import runs_folder
+
+BENCHES = "bench"  # of the runs' folder: what benches measured
+
 
 def emulator(cutlass: Path | None, record: Path | None) -> bool:
     """Measure the emulator; True if every floor was reached."""
@@ -26,6 +31,7 @@ def emulator(cutlass: Path | None, record: Path | None) -> bool:
     Console().print(table)
     if record is not None:
         rows.record(found, record)
+    history.append(history.of_rows("emulator", found), runs_folder() / BENCHES)
     return not any(row.reached is False for row in found)
 
 
@@ -108,6 +114,7 @@ def ops(only: list[str], shape: str, providers: str, ahead: int, seconds: float 
     from dsv4lib.bench.ops import harness
 
     lines = {"providers": providers, "ahead": ahead, "seconds": seconds, "record": record}
+    lines["history"] = runs_folder() / BENCHES
     return harness.main(_options(only, shape, **lines))
 
 
@@ -115,7 +122,7 @@ def decode_step(only: list[str], **options: object) -> int:
     """Time a decode step on this GPU. The exit code of `bench.decode_step.run.main`, whose options these are."""
     from dsv4lib.bench.decode_step import run
 
-    return run.main(_options(only, "", **options))
+    return run.main(_options(only, "", history=runs_folder() / BENCHES, **options))
 
 
 def count_ops(only: list[str], shape: str, providers: str, record: Path | None) -> int:

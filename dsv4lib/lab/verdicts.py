@@ -85,6 +85,7 @@ SEVERITY = (
 MANIFEST_SHRANK = 19
 NO_GPU = 22
 NOT_REPEATABLE = 23
+GOT_WORSE = 25  # of `dsv4 trends`
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from dsv4lib import backends
+from dsv4lib.bench import history
 from dsv4lib.bench.decode_step import table
 from dsv4lib.bench.decode_step.lines import BATCHES, CLASSES, CONTEXTS, KEYS, Line, key_of, known_rows, lines
 from dsv4lib.bench.decode_step.rows import ARCH
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ahead", type=int, default=0, help="first make all first calls, in so many processes at once")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # of `ahead`: which rows
     parser.add_argument("--record", type=Path, help="write rows and lines into this folder")
+    parser.add_argument("--history", type=Path, help="add the times to the history in this folder")
     given = parser.parse_args(arguments)
     status = backends.status("native", ARCH)
     try:
@@ -108,8 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = {step: [table.entry(line, by_row) for line in own] for step, own in wanted.items()}
     for step, own in entries.items():
         print("\n" + table.page(*step, own, torch.cuda.get_device_name()), flush=True)
+    facts = harness.facts(harness.command_line(arguments, given.record, given.history, module=NAME))
+    if given.history is not None:
+        history.append(history.of_results("decode_step", found), given.history, facts)
     if given.record is not None:
-        facts = harness.facts(harness.command_line(arguments, given.record, module=NAME))
         results.record(found, facts, given.record)
         table.record(entries, facts["run"], given.record)
     bad = {one.state for own in entries.values() for one in own} & {results.WRONG, results.FAILED}

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from dsv4lib import backends
+from dsv4lib.bench import history
 from dsv4lib.bench.decode_step.lines import BATCHES, CONTEXTS
 from dsv4lib.bench.decode_step.rows import ARCH, BACKEND
 from dsv4lib.bench.decode_step.run import numbers
@@ -240,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", default="1,3", help="of layers, of the short and the long model")
     parser.add_argument("--kernels", action="store_true", help="list what each kernel takes")
     parser.add_argument("--record", type=Path, help="folder to write to")
+    parser.add_argument("--history", type=Path, help="add the times to the history in this folder")
     given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         batches, contexts = numbers(given.batch, "batch", BATCHES), numbers(given.context, "context", CONTEXTS)
@@ -265,6 +267,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"    {us:9.1f}  {name}", flush=True)
     if given.record is not None:
         write(rows, given.record)
+    if given.history is not None:
+        names = [f"whole step b {one.batch}, {one.context} tokens" for one in rows]
+        shown = [
+            history.Measured("decode_step", name, "ours", "step", one.step_us)
+            for name, one in zip(names, rows, strict=True)
+        ]
+        history.append(shown, given.history, harness.facts(f"python -m {NAME}"))
     return 0
 
 

@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 
 from dsv4lib import env
+from dsv4lib.bench import history
 from dsv4lib.bench.ops import replay, timing
 from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row, tensors
 from dsv4lib.bench.ops.modules import modules
@@ -346,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # of `ahead`: which rows
     parser.add_argument("--pack", type=Path, help="our kernels come from this folder (see export), not from the DSL")
     parser.add_argument("--record", type=Path, help="write rows.csv and runs.csv into this folder")
+    parser.add_argument("--history", type=Path, help="add the times to the history in this folder")
     given = parser.parse_args(arguments)
     try:
         rows, broken = chosen(parts(given.only), given.shape)
@@ -370,8 +372,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.ahead:
         ahead(min(given.ahead, len(rows)), arguments)
     results = run(rows, timing.GpuClock(), providers=parts(given.providers), seconds=given.seconds)
+    known = facts(command_line(arguments, given.record, given.pack, given.history))
     if given.record is not None:
-        record(results, facts(command_line(arguments, given.record, given.pack)), given.record)
+        record(results, known, given.record)
+    if given.history is not None:
+        history.append(history.of_results("ops", results), given.history, known)
     ours = [result.named(OURS) for result in results]
     return 1 if broken or any(one is None or one.state != TIMED for one in ours) else 0
 
