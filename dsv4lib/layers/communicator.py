@@ -6,7 +6,7 @@
 | `columns`  | its columns [T, N_r]          | all columns [T, N]                                          |
 | `rows`     | its rows [T_r, ..]            | all rows [T, ..]                                            |
 | `pick`     | rows [T, N], some of them its | each row of the rank that has it                            |
-| `counts`   | a number for each rank        | the numbers that the ranks have for it                      |
+| `counts`   | numbers for each rank         | the numbers that the ranks have for it                      |
 | `exchange` | rows, some for each rank      | the rows that the ranks have for it, by rank                |
 | `any`      | a truth value                 | whether one is true                                         |
 
@@ -62,9 +62,9 @@ class Communicator:
         """Take each row [T, N] of the rank ``owner`` [T]; of rank 0 where that is negative."""
         return x
 
-    def counts(self, send: Sequence[int]) -> list[int]:
-        """Give each rank a number; get one of each."""
-        return list(send)
+    def counts(self, *send: Sequence[int]) -> list[list[int]]:
+        """Give each rank a number of every sequence; get those of each."""
+        return [list(one) for one in send]
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send rows: the first ``send[0]`` to rank 0 and so on. Returns those received, ``receive[r]`` of rank r."""

@@ -1,6 +1,6 @@
 """Take tokens to the ranks that have their experts, and what these make of them back.
 
-    routes = Routes.of(experts, count, group)                   experts int32 [T, k], of this rank's tokens
+    routes = Routes(experts, count, group)                      experts int32 [T, k], of this rank's tokens
     rows   = routes.send(x), ...                                bf16 [R, d]: tokens of all ranks for experts of this one
     y      = routes.back(each row's experts, in slot order)     bf16 [T k, d], at `routes.row_of` int32 [T, k]
 
@@ -40,6 +40,7 @@ class Routes:
 
     Attributes:
         row_of: int32 [T, k], row of what `back` returns; -1: none.
+        arriving: of each rank, the valid routes that come from it to experts of this one.
     """
 
     def __init__(self, experts: Tensor, count: int, group: Communicator) -> None:
@@ -53,7 +54,7 @@ class Routes:
         self.row_of = self.row_of.view_as(experts)
         needed = [(owner == r).any(1).nonzero()[:, 0] for r in range(group.size)]
         self.tokens, self.sent = torch.cat(needed), [len(one) for one in needed]
-        self.received = group.counts(self.sent)
+        self.received, self.arriving = group.counts(self.sent, self.per_rank)
         self.to = torch.repeat_interleave(torch.tensor(self.sent)).to(experts.device)
 
     def send(self, x: Tensor, weights: Tensor) -> Received:
@@ -71,8 +72,4 @@ class Routes:
 
     def back(self, y: Tensor, row_of: Tensor) -> Tensor:
         """Send the rows y [.., d] of routes ``row_of`` int32 [R, k] (-1: none) to where their tokens came from."""
-        valid = row_of >= 0
-        ends = torch.tensor([0, *self.received], device=y.device).cumsum(0)
-        totals = torch.nn.functional.pad(valid.sum(1).cumsum(0), (1, 0))
-        per_rank = totals[ends].diff().tolist()
-        return self.group.exchange(y[row_of[valid].long()], per_rank, self.per_rank)
+        return self.group.exchange(y[row_of[row_of >= 0].long()], self.arriving, self.per_rank)

@@ -145,7 +145,7 @@ class ExpertStack(torch.nn.Module):
         routing: Tensor | None = None,
         *,
         quantised: Operand | None = None,
-        k: int = 1,
+        count: int | None = None,
         limit: float = 10.0,
         out: str = "bf16",
         backend: str = "auto",
@@ -155,10 +155,11 @@ class ExpertStack(torch.nn.Module):
         Args:
             rows: tokens sorted by expert. groups: offsets and counts of them; None: one expert has all.
             routing: weights of the rows. quantised: x in the format of the mode, in the order of ``rows``; None: x is
-            quantised here. k: experts a token. out: "bf16" or "fp32". limit, backend: as of `Moe`.
+            quantised here. count: routes to these experts, as far as the host knows; None: one a token.
+            out: "bf16" or "fp32". limit, backend: as of `Moe`.
         """
 
-        expected = -(-len(x) * k // self.count)
+        expected = -(-(len(x) if count is None else count) // self.count)
         bf16 = self.mixed and quantised is None and many(expected)
         recipe = "bf16" if bf16 else self.recipe
 

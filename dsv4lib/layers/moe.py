@@ -175,17 +175,22 @@ class Moe(torch.nn.Module):
         return tensor.rows(moe_combine(y, row_of, late, shared, backend=self.backend), count)
 
     def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the routed experts of tokens bf16 [T, d]: (rows bf16 [R, d], row of each route int32 [T, k])."""
-        group, count = self.groups.experts, len(self.gate)
-        routes = Routes(experts, count, group) if group.size > 1 else None
+        """Run the routed experts of tokens bf16 [T, d]: (rows bf16 [R, d], row of each route int32 [T, k]).
+
+        A tile is chosen for the routes to this rank's experts. One rank alone counts padded ones among them, as it
+        would have to wait for the device to know them; ranks that divide the experts have told each other.
+        """
+        group, arriving = self.groups.experts, len(x) * self.k
+        routes = Routes(experts, len(self.gate), group) if group.size > 1 else None
         if routes is not None:
             x, experts, weights = routes.send(x, weights)
+            arriving = sum(routes.arriving)
         y, row_of = x, experts  # without tokens
         if len(x):
             settings = {"count": self.experts.count, "align": self.experts.align, "backend": self.backend}
             found = moe_dispatch(experts, weights, **settings)
             early = None if self.experts.recipe == "nvfp4" else found.row_weight
-            common = {"k": self.k, "limit": self.limit, "backend": self.backend}
+            common = {"count": arriving, "limit": self.limit, "backend": self.backend}
             y = self.experts(x, found.rows, (found.offsets[:-1], found.counts), early, **common)
             row_of = found.row_of
         return (y, row_of) if routes is None else (routes.back(y, row_of), routes.row_of)

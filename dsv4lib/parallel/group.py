@@ -71,10 +71,10 @@ class Group(Communicator):
         """Take each row [T, N] of the rank ``owner`` [T]; of rank 0 where that is negative."""
         return self._all("pick", x)[owner.clamp(min=0), torch.arange(len(x), device=x.device)]
 
-    def counts(self, send: Sequence[int]) -> list[int]:
-        """Give each rank a number; get one of each."""
-        given = torch.tensor(list(send), device=self.device)
-        return self._exchange("counts", given, [1] * self.size, [1] * self.size).tolist()
+    def counts(self, *send: Sequence[int]) -> list[list[int]]:
+        """Give each rank a number of every sequence; get those of each."""
+        given = torch.tensor(list(zip(*send, strict=True)), device=self.device)
+        return self._exchange("counts", given, [1] * self.size, [1] * self.size).T.tolist()
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send rows: the first ``send[0]`` to rank 0 and so on. Returns those received, ``receive[r]`` of rank r."""

@@ -2,14 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4lib import env
 from dsv4lib.dsl.block_scale_probe import TARGETS
+from dsv4lib.errors import DSV4Error
 from dsv4lib.ops.mega_moe.faults import FAULTS
 from dsv4lib.pages.mega_moe import figures, page, rows, traffic
+from dsv4lib.pages.mega_moe.run_case import run_mega_moe
 from dsv4lib.pages.quantize import run_case as conversions
 from dsv4lib.predict import overlap
 from dsv4lib.viz.style import alt_text
@@ -33,20 +37,41 @@ def test_bytes_that_cross_are_those_that_must(run, capsys):
 
 
 def test_a_result_that_stays_at_home_is_missing(run):
+    """Bytes and numbers say so; with one rank the same kernel is right."""
     found = page.run(2, 14, 0, "SlotOfOwner").found
+    alone = run_mega_moe(run.made.as_one_rank(), FAULTS["SlotOfOwner"])
+    assert alone.clean and page.differing(found.outs, alone.outs) > 1000
     assert traffic.difference(run.made, found) == traffic.needed_bytes(run.made)["combine"]
 
 
 def test_what_comes_first(run):
     """Counts before the rows that they announce, rows before products, products before results."""
     times = {(one.rank, one.region): one.times for one in traffic.crossings(run.found)}
-    layers = {(one.rank, one.layer): one.times for one in traffic.products(run.found)}
+    layers = {(one.rank, one.layer): one.times for one in traffic.products(run.made, run.found)}
     for rank in range(2):
         assert times[1 - rank, "counts"].min() < times[rank, "x"].min() < layers[rank, "L2"].max()
         assert layers[rank, "L1"].max() < layers[rank, "L2"].max()
         assert times[rank, "combine"].min() > layers[rank, "L2"].min()
-    assert 0 <= figures.hidden_share(run.found) < 1
-    assert alt_text(figures.timeline(run.found)).count("rank 1") >= 5
+    assert 0 <= figures.hidden_share(run.made, run.found) < 1
+    assert alt_text(figures.timeline(run.made, run.found)).count("rank 1") >= 5
+
+
+def test_products_are_told_by_the_weights_of_their_steps(run):
+    """As many MMAs a layer as its tiles take; the layers of weights that are exchanged are exchanged."""
+    made, layout, tile = run.made, run.made.layout, run.found.kernel.tile_n
+    counted = {(one.rank, one.layer): len(one.times) for one in traffic.products(made, run.found)}
+    routes = torch.cat([one.topk_idx for one in made.ranks]).flatten()
+    for rank in range(2):
+        counts = [int((routes == e).sum()) for e in range(rank * layout.local, (rank + 1) * layout.local)]
+        tiles = sum(-(-count // tile) for count in counts)  # of tokens; 128 features each, 4 MMAs for 128 of K
+        assert counted[rank, "L1"] == tiles * (2 * layout.intermediate // 128) * (layout.hidden // 128) * 4
+        assert counted[rank, "L2"] == tiles * (layout.hidden // 128) * (layout.intermediate // 128) * 4
+    other = traffic.products(replace(made, l1=made.l2, l2=made.l1), run.found)
+    assert {(one.rank, one.layer): len(one.times) for one in other} == {
+        (rank, {"L1": "L2", "L2": "L1"}[layer]): count for (rank, layer), count in counted.items()
+    }
+    with pytest.raises(DSV4Error, match="MMAs for 0 boxes"):
+        traffic.products(replace(made, l1=made.l1[::-1], l2=made.l2[::-1]), run.found)
 
 
 def test_the_same_bits_however_it_runs(run):
@@ -61,6 +86,7 @@ def test_every_fault_is_seen(seed, capsys):
     found = page.faults(seed)
     assert len(found) == len(page.SHOWN) + 1 and figures.faults_table(found) == 0
     assert "scope_between_devices" in found[0][2]
+    assert [one[0] for one in page.faults(seed, watched=False) if not one[3]] == ["CountOfOneDevice"]
     assert figures.faults_table([(*found[0][:3], False)]) == 1
     assert set(page.SHOWN) <= set(FAULTS)
 
@@ -77,6 +103,7 @@ def test_conversions():
     figure, weights, outputs = figures.losses(sample, conversions.expert(16, 256, 128, 0.02, 10.0, 0))
     assert alt_text(figure) and alt_text(figures.ratios(sample))
     assert weights["e4m3_split"].relative == weights["bf16"].relative == 0 < weights["e4m3_expand"].relative < 0.03
+    assert figures.weights_error(sample, "e4m3_split", planes=1) == weights["e4m3_expand"]
     assert weights[figures.LITERAL].cos < 0.98 < figures.weights_error(sample, "mxfp4").cos
     assert outputs["bf16"].relative < outputs["e4m3_split"].relative < outputs["e4m3_expand"].relative < 0.1
     assert outputs[figures.LITERAL].relative > 0.3

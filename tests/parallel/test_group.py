@@ -26,7 +26,7 @@ def every_method(ranks):
     owner = torch.tensor([0, 2, 1, -1, 3])
     sent = [(rank + r) % 3 for r in range(4)]
     rows = torch.tensor([[rank, r] for r in range(4) for _ in range(sent[r])], dtype=torch.bfloat16).reshape(-1, 2)
-    came = group.counts(sent)
+    came, tens = group.counts(sent, [10 * rank + r for r in range(4)])
     with pytest.raises(ArgumentError, match="torch.float32"):
         group.sum(whole.bfloat16())
     listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
@@ -38,6 +38,7 @@ def every_method(ranks):
         "owner": group.owner(numbers, 7).tolist(),
         "pick": group.pick(torch.full((5, 2), float(rank)), owner)[:, 1].tolist(),
         "counts": came,
+        "tens": tens,
         "exchange": group.exchange(rows, sent, came).tolist(),
         "nothing": list(group.exchange(rows[:0], [0] * 4, [0] * 4).shape),
         "empty": list(group.rows(whole[:0], 0).shape),
@@ -58,7 +59,7 @@ def test_every_method_gives_all_ranks_what_it_says(tmp_path):
         assert one["sum"] == bits(total) and one["rows"] == bits(whole) and one["bf16"] == bits(whole.bfloat16())
         assert one["columns"] == bits(whole.T) and one["owner"] == [-1, 0, 1, 1, 2, 2, 3, 3, -1]
         assert one["pick"] == [0, 2, 1, 0, 3] and one["any"] == [False, True]
-        assert one["counts"] == [(r + rank) % 3 for r in range(4)]
+        assert one["counts"] == [(r + rank) % 3 for r in range(4)] and one["tens"] == [10 * r + rank for r in range(4)]
         assert one["exchange"] == [[r, rank] for r in range(4) for _ in range((r + rank) % 3)]
         assert one["nothing"] == [0, 2] and one["empty"] == [0, 5] and one["sizes"] == [4, 2, rank % 2]
         assert one["listening"] == ["127.0.0.1"]
@@ -68,7 +69,7 @@ def test_one_rank_gets_what_it_gives():
     x = torch.randn(3, 4)
     for found in (ALONE.sum(x), ALONE.columns(x, 4), ALONE.rows(x, 3), ALONE.exchange(x, [3], [3])):
         assert found is x
-    assert ALONE.counts([5]) == [5] and ALONE.any(True) and list(ALONE.own(3)) == [0, 1, 2]
+    assert ALONE.counts([5], [6]) == [[5], [6]] and ALONE.any(True) and list(ALONE.own(3)) == [0, 1, 2]
     assert [len(part_of(7, r, 4)) for r in range(4)] == [1, 2, 2, 2]
 
 

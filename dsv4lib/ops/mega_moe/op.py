@@ -56,12 +56,13 @@ def mega_moe(
         x: uint8 [T, H], E4M3 codes of this rank's tokens, T at most buffer.layout.max_tokens.
         x_scale: uint8 [T, H / 32], their UE8M0 scales, row after row.
         topk_idx: int64 or int32 [T, k], experts 0 .. E - 1 of all ranks, each once a token; any other number (-1) is
-            no expert. On a GPU this is not checked: of a rank's rows an expert drops those past max_tokens.
+            no expert. On a GPU this is not checked: an expert has room for max_tokens rows of a rank. A call with more
+            writes NaN to all of this rank's tokens, and ``buffer.lost`` counts them.
         topk_weights: fp32 [T, k].
         l1: MXFP4 of this rank's experts, [E / W, 2 I, H / 2], 8 rows of gate and up each alternating, and their scales
             [E / W, bytes], swizzled (`formats.scale_swizzle`).
         l2: [E / W, H, I / 2] and their scales.
-        buffer: this rank's memory.
+        buffer: this rank's memory. A call adds to ``buffer.received`` what each of the rank's experts got.
         clamp: of the SwiGLU.
         expected: tokens of an expert on average, from all ranks; it chooses the tile. None: as if all ranks had T.
         out: bf16 [T, H], written; None: new.
@@ -73,6 +74,7 @@ def mega_moe(
     Raises:
         ArgumentError: an argument of a wrong type, shape or value; "reference" with several ranks.
         BackendUnavailable: see `backends.resolve`.
+        LaunchFailed: the GPU cannot hold all CTAs at once, which wait for each other (a cooperative launch).
     """
     one = buffer.layout
     tokens = buffer.stage(x, x_scale, topk_idx, topk_weights)
@@ -205,5 +207,8 @@ def _reference(call: Call) -> None:
     w13 = numbers(*call.l1, "w4a8", True).unflatten(1, (-1, 2, 8))
     w1, w3 = (w13[:, :, i].flatten(1, 2) for i in (0, 1))
     w2 = numbers(*call.l2, "w4a8", True)
+    chosen = mine.topk_idx[:n]
+    chosen = chosen[(chosen >= 0) & (chosen < call.experts)]
+    mine.received.add_(chosen.bincount(minlength=call.experts).int())
     routes = [(x, mine.topk_idx[:n], mine.topk_weights[:n].double())]
     call.out[:n] = backends.oracle("mega_moe").mega_moe(routes, w1, w2, w3, call.clamp)[0].to(call.out.dtype)

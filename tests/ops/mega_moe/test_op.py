@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dsv4lib import emulator
+from dsv4lib.check import compare
 from dsv4lib.emulator.checks.kinds import KINDS
+from dsv4lib.emulator.driver.config import LaunchRefused
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer, bench, mega_moe
@@ -141,6 +143,49 @@ def test_indices_that_are_no_expert():
     assert outcome.clean, outcome.findings()
 
 
+def test_received_routes_are_counted_over_all_calls():
+    """By expert of the rank, from all ranks; -1, foreign numbers and the grid do not matter."""
+    first, second = case(TWO, [5, 17], seed=6, masked=0.3), case(TWO, [24, 0], seed=7)
+    outcome = run_mega_moe([first, second], grid=3)
+    routes = torch.cat([one.topk_idx.flatten() for made in (first, second) for one in made.ranks])
+    want = torch.stack([(routes == expert).sum() for expert in range(TWO.experts)]).int()
+    assert outcome.clean and torch.equal(torch.cat([buffer.received for buffer in outcome.buffers]), want)
+    assert len(want.unique()) > 1 and int(want.sum()) < len(routes)
+
+
+class LostInSilence(MegaMoe):
+    """A rank is not told that routes found no room."""
+
+    def marked(self, count, lost):
+        """See `Dispatch.marked`."""
+        return count  # WRONG: and the mark
+
+
+def test_routes_without_room_are_counted_and_seen():
+    """Two slots of every token name one expert: half finds no room. The rank's output is NaN, others' and the next are
+    right.
+    """
+    made = case(TWO, [24, 9], seed=8, masked=0.0)
+    made.ranks[0].topk_idx[:] = 1
+    good = case(TWO, [24, 9], seed=8)
+    outcome = run_mega_moe(made)
+    assert outcome.error is None and not outcome.hazards and [int(b.lost) for b in outcome.buffers] == [24, 0]
+    assert bool(outcome.outs[0].isnan().all()) and compare(outcome.outs[1], outcome.wants[1].bfloat16()).passed
+    after = run_mega_moe([made, good], schedule="random")
+    assert after.right and not after.hazards and [int(b.lost) for b in after.buffers] == [24, 0]
+    silent = run_mega_moe(made, LostInSilence)
+    assert int(silent.buffers[0].lost) == 24 and not silent.outs[0].isnan().all()
+    assert [int(b.lost) for b in run_mega_moe(good).buffers] == [0, 0]
+
+
+def test_a_grid_that_cannot_be_resident_is_refused():
+    """By the launch itself, whichever the grid comes from; a CTA an SM is resident."""
+    made = case(TWO, [1, 1])
+    outcome = run_mega_moe(made, grid=149)
+    assert isinstance(outcome.error, LaunchRefused) and "148 can be resident on 148 SMs" in str(outcome.error)
+    assert run_mega_moe(made, grid=5).clean
+
+
 def test_hard_values():
     """Tokens of zeros, weights of zero, one token for several; NaN in a token stays in that token."""
     made = case(TWO, [7, 9], seed=4, masked=0.0)
@@ -229,6 +274,8 @@ def test_the_op_on_one_rank():
         views = buffer.x[:n], buffer.x_scales[:n], buffer.topk_idx[:n], buffer.topk_weights[:n]
         again = mega_moe(*views, tuple(l1), tuple(l2), buffer, clamp=CLAMP, expected=11, out=out, backend=backend)
         assert again is out and torch.equal(again, outs[-1])
+        chosen = one.topk_idx[one.topk_idx >= 0]
+        assert torch.equal(buffer.received, 2 * chosen.bincount(minlength=4).int()) and int(buffer.lost) == 0
     (want,) = expected(made)
     assert torch.equal(outs[1], want.bfloat16())
     error = (outs[0].double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt()
