@@ -41,6 +41,10 @@ class Manifest:
         executed: keys of the checks that reached a verdict of their own; filled when complete.
         baseline: True once a later run of the set may be compared with this one.
         commit, dirty, label, machine, versions: as in `records.Record`; empty in plans of an older lab.
+        shard: `i/n` where this is one part of a divided plan, else empty.
+        night: a name that its owner gave the night, by which its shards are gathered.
+        digest, planned: of the whole plan: a hash, and the names of its jobs; empty but for `./dsv4 nightly`.
+        parts: names of the runs that a gathered one was read from.
     """
 
     folder: Path
@@ -56,6 +60,11 @@ class Manifest:
     label: str = ""
     machine: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    shard: str = ""
+    night: str = ""
+    digest: str = ""
+    planned: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
 
     @property
     def run_id(self) -> str:
