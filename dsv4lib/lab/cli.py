@@ -20,6 +20,7 @@ from rich.text import Text
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import verdicts
+from dsv4lib.lab.nightly import options
 from dsv4lib.lab.stage import runs_folder, workspace
 from dsv4lib.lab.verdicts import LOOKS
 
@@ -90,6 +91,9 @@ def run(
         require=require,
     )
     raise typer.Exit(command.run(wish, console))
+
+
+app.command(epilog=EXIT_CODES)(options.nightly)
 
 
 @app.command()
