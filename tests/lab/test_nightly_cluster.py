@@ -54,9 +54,10 @@ class Cluster:
         self.start("dask_scheduler", "--port", "0", "--no-dashboard", "--scheduler-file", str(self.file))
         wait_for(self.file.is_file)
 
-    def start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, module: str, *arguments: str, label: str = "") -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(filter(None, (str(env.root()), os.environ.get("PYTHONPATH", ""))))
         variables = {**os.environ, "DSV4_WORKSPACE": str(self.root), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        variables[env.LABEL] = label
         log = (self.root / f"{module}-{len(self.processes)}.log").open("wb")
         command = [sys.executable, "-m", *module.split(), *arguments]
         command[2] = f"distributed.cli.{module}" if module.startswith("dask_") else module
@@ -64,9 +65,10 @@ class Cluster:
         self.processes.append(process)
         return process
 
-    def add_workers(self, count: int, *arguments: str) -> None:
+    def add_workers(self, count: int, *arguments: str, label: str = "") -> None:
         common = ("--scheduler-file", str(self.file), "--nthreads", "1", "--no-nanny", "--no-dashboard")
-        self.workers += [self.start("dask_worker", *common, *arguments) for _ in range(count)]
+        started = [self.start("dask_worker", *common, *arguments, label=label) for _ in range(count)]
+        self.workers += started
 
     def night(self, *arguments: str) -> subprocess.Popen[bytes]:
         return self.start("dsv4lib.lab.cli", "nightly", "--scheduler", str(self.file), *arguments)
@@ -175,9 +177,9 @@ def test_signals_budgets_and_a_killed_client(make: Callable[..., Stage], tmp_pat
     (page,) = tmp_path.glob("data/runs/*/report/summary.json")
     assert json.loads(page.read_text())["exit_class"] == "interrupted" and (page.parent / "junit.xml").is_file()
 
-    short = machines.night("--resume", "--budget", "2s")
+    short = machines.night("--resume", "--budget", "5s")
     wait_for(begun(3))
-    time.sleep(2.5)
+    time.sleep(6)
     machines.let("b")
     machines.let("c")
     machines.let("a")  # begun before the budget was spent: it goes on
@@ -189,3 +191,50 @@ def test_signals_budgets_and_a_killed_client(make: Callable[..., Stage], tmp_pat
     assert verdicts(tmp_path) == {"a-00": (Verdict.PASSED, 1), **dict.fromkeys(("b-00", "c-00"), (Verdict.PASSED, 0))}
     assert machines.starts() == {"a-0": 3, "b-0": 1, "c-0": 1}
     assert len(manifest.stored(tmp_path / "data" / "runs")) == 1
+
+
+def test_workers_with_a_gpu_and_others(
+    make: Callable[..., Stage], tmp_path: Path, machines: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has to run natively goes to workers with the resource GPU alone; no GPU is needed to see this."""
+    monkeypatch.setattr(cluster, "CONNECT_S", 3.0)
+    with (
+        pytest.raises(cluster.SchedulerError, match="tcp://127.0.0.1:1 cannot be reached"),
+        cluster.connected("tcp://127.0.0.1:1", "f"),
+    ):
+        pass
+    with pytest.raises(cluster.SchedulerError, match="has no worker"), cluster.connected(str(machines.file), "f"):
+        pass
+    machines.add_workers(1, label="plain")
+    monkeypatch.setattr(cluster, "CONNECT_S", 100.0)
+    sources = f"1 of 1 workers cannot run this plan: their sources are {env.source_fingerprint()}, those here f"
+    with pytest.raises(cluster.SchedulerError, match=sources), cluster.connected(str(machines.file), "f"):
+        pass
+
+    native = [{"seed": s, "backend": "native"} for s in (1, 2)]
+    own = {name: {"time_limit_s": 300, "runs": native} for name in ("quick", "nightly", "b200")}
+    make("a_kernel", kernel=True, sets=own)
+    make("b_holds", machines.body("b_holds"), sets=sets(0))
+    make("c_late", machines.body("c_late"), sets=sets(0))
+    run = machines.night("--require", "native")
+    wait_for(lambda: machines.starts()["b_holds-0"] == 1)
+    make("c_late", "changed = True", sets=sets(0))  # the only worker is busy: it comes to this later
+    machines.let("b_holds")
+    assert run.wait(120) == 130, machines.said(run)
+    said = {record.job: record for record in records.load(tmp_path / "data" / "runs")}
+    assert said["c_late-00"].verdict is Verdict.INTERRUPTED
+    assert said["c_late-00"].reason == "the worker's stage c_late differs from the plan's"
+    assert said["b_holds-00"].label == "plain" and said["b_holds-00"].verdict is Verdict.PASSED
+    assert {said[f"a_kernel-0{i}"].reason for i in (0, 1)} == {cluster.NO_GPU_WORKER}
+
+    machines.add_workers(1, "--resources", "GPU=1", label="with a GPU")
+    with cluster.connected(str(machines.file), env.source_fingerprint()) as client:
+        client.wait_for_workers(2, timeout=100)
+    again = machines.night("--require", "native")
+    assert again.wait(120) == 24, machines.said(again)  # asked there, but no GPU is really in that machine
+    folder = manifest.stored(tmp_path / "data" / "runs")[-1].folder
+    said = {record.job: record for record in records.load(folder)}
+    assert {(said[f"a_kernel-0{i}"].label, said[f"a_kernel-0{i}"].verdict) for i in (0, 1)} == {
+        ("with a GPU", Verdict.SKIPPED)
+    }
+    assert "driver" in said["a_kernel-00"].reason and said["c_late-00"].verdict is Verdict.PASSED

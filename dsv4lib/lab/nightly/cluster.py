@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
@@ -30,7 +31,7 @@ from dsv4lib.lab.run.progress import Progress
 from dsv4lib.lab.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from distributed import Client, Future
+    from distributed import Client, Future, Queue
 
 ADDRESS = re.compile(r"(?:(?:tcp|tls|ws|wss)://)?[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
 CONNECT_S = 30.0  # to reach the scheduler, and for its first worker
@@ -122,7 +123,7 @@ def run(
     Raises:
         DSV4Error: nothing to resume, the night is still going on, or see `connected`.
     """
-    began, facts = time.monotonic(), dict(described or {})
+    facts = dict(described or {})
     whole = bool(facts.pop("whole", False))
     runs, fingerprint = options.out or runner.runs_folder(root), env.source_fingerprint()
     progress = progress or Progress()
@@ -134,7 +135,7 @@ def run(
             plan = manifest.new(runs, set_name, fingerprint, whole, jobs, **own, **facts)
         with manifest.hold(plan.folder):
             plan = plan.save(state="running", **own)
-            deadline = None if budget_s is None else began + budget_s
+            deadline = None if budget_s is None else time.monotonic() + budget_s
             night = Night(client, root, plan, options, progress, deadline)
             night.run(jobs, gpu_jobs)
             return runner.finished(plan, jobs, night.keeper.stopped is not None)
@@ -156,6 +157,7 @@ class Night:
         self.keeper = runner.Supervisor(root, plan, options, progress)
         self.deadline = deadline
         self.pending: list[Submitted] = []
+        self.tickets: list[Queue] = []
         self.alone_since: float | None = None
         self.looked = 0.0
 
@@ -178,6 +180,8 @@ class Night:
             finally:
                 with contextlib.suppress(Exception):  # what is left belongs to nobody; the scheduler may be gone
                     self.client.cancel([one.future for one in self.pending])
+                    for ticket in self.tickets:
+                        ticket.close()
 
     def _submit(self, waiting: Sequence[Job], attempts: Mapping[str, int], gpu_jobs: Collection[str]) -> None:
         from distributed import Queue
@@ -192,8 +196,10 @@ class Night:
             if job.name in gpu_jobs and not has_gpu:
                 self.keeper.give_up(job, attempts[job.name], Verdict.SKIPPED, NO_GPU_WORKER)
                 continue
-            key = f"dsv4-{self.plan.run_id}-{job.name}-{attempts[job.name]}"
-            Queue(key, client=self.client, maxsize=1).put(1)
+            # Not that of an earlier client, whose tickets may still lie there if it was killed.
+            key = f"dsv4-{self.plan.run_id}-{job.name}-{attempts[job.name]}-{uuid4().hex[:8]}"
+            self.tickets.append(Queue(key, client=self.client, maxsize=1))
+            self.tickets[-1].put(1, timeout=CONNECT_S)
             future = self.client.submit(
                 remote.execute, remote.as_task(job, ticket=key, **facts), key=key, pure=False, retries=0,
                 resources={remote.GPU: 1} if job.name in gpu_jobs else None,
