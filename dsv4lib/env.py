@@ -186,7 +186,7 @@ def driver() -> str:
 def clocks() -> str:
     """Return clocks of the GPUs as found, beside their maxima, and the power limit.
 
-    "none" without a driver, "unknown" where `nvidia-smi` does not say. Equal GPUs are told once.
+    "none" without a driver, "unknown" where `nvidia-smi` does not say. Equal GPUs appear once.
     """
     if driver_cuda() is None:
         return "none"

@@ -108,7 +108,7 @@ def test_the_driver_s_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ],
 )
 def test_clocks_as_found(answer: str, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A program named nvidia-smi answers as NVIDIA's does, and writes what it was asked."""
+    """A program named nvidia-smi answers as NVIDIA's does, and writes its arguments."""
     monkeypatch.setattr(env, "driver_cuda", lambda: None)
     assert env.clocks() == "none"
     monkeypatch.setattr(env, "driver_cuda", lambda: (13, 0))

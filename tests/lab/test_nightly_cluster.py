@@ -163,7 +163,7 @@ def test_signals_budgets_and_a_killed_client(make: Callable[..., Stage], tmp_pat
     killed = machines.night()
     wait_for(begun(1))
     killed.kill()
-    wait_for(lambda: kernels() == [])  # nobody waits for it
+    wait_for(lambda: kernels() == [])  # its client is gone
     assert verdicts(tmp_path) == {}
 
     stopped = machines.night("--resume")

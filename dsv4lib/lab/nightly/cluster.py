@@ -4,8 +4,8 @@ The scheduler distributes; this side plans, submits, and keeps what comes back. 
 is lost is a crash, which `--resume` runs again; what that worker had not begun runs on another. Where this process is
 killed, workers end what they run for it, and `--resume` goes on with what has no record.
 
-A job that must run natively asks for the resource `GPU`: start one worker a GPU, with `--resources "GPU=1"`. Whoever
-reaches a scheduler can run code on its workers: keep it on a private network, or use dask's TLS.
+A job that must run natively asks for the resource `GPU`: start one worker a GPU, with `--resources "GPU=1"`. A
+client of a scheduler can run code on its workers: keep it on a private network, or use dask's TLS.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Night:
                     if self.pending:
                         time.sleep(POLL_S)
             finally:
-                with contextlib.suppress(Exception):  # what is left belongs to nobody; the scheduler may be gone
+                with contextlib.suppress(Exception):  # the scheduler may be gone
                     self.client.cancel([one.future for one in self.pending])
                     for ticket in self.tickets:
                         ticket.close()
@@ -258,7 +258,7 @@ class Night:
         self.pending = []
 
     def _is_lost(self) -> bool:
-        """Look now and then whether anybody is there to finish the jobs; if nobody is, record what had begun."""
+        """Look now and then for scheduler and workers; without workers for long, record what had begun as a crash."""
         now = time.monotonic()
         if now - self.looked < LOOK_EVERY_S:
             return False

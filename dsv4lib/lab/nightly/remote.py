@@ -93,7 +93,7 @@ def _packed(result: runner.Result) -> dict[str, Any]:
 
 
 def _withdrawn(worker: Any, key: str) -> bool:
-    """True if nobody wants the result any more: the job was cancelled, or who submitted it is gone."""
+    """True if the result is not wanted any more: the job was cancelled, or the client that submitted it is gone."""
     state = worker.state.tasks.get(key)
     return state is None or state.state == "cancelled"
 

@@ -1,4 +1,4 @@
-"""Divide a plan into shards. Every machine computes the same division from the plan alone, so none has to be asked.
+"""Divide a plan into shards. Every machine computes the same division from the plan alone, without the others.
 
 Jobs go, those with the largest time limit first, to the shard that has the least to do so far (longest processing
 time first): no shard's sum of limits is above the mean by more than one job.

@@ -22,7 +22,13 @@ GROUPS = {
         *(f"data/emulator/{n}.md" for n in ("findings", "checks", "coverage")),
     ),
     "Measured": ("data/bench/*.md",),
-    "Project": ("dsv4lib/cache/README.md", "data/nano/README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    "Project": (
+        "dsv4lib/cache/README.md",
+        "dsv4lib/lab/nightly/README.md",
+        "data/nano/README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ),
 }
 
 
