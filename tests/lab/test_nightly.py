@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import cli, records
-from dsv4lib.lab.nightly import command, gather, ledger, retention
+from dsv4lib.lab.nightly import cluster, command, gather, ledger, retention
 from dsv4lib.lab.nightly import plan as plans
 from dsv4lib.lab.nightly.retention import Limits
 from dsv4lib.lab.nightly.shard import Shard
@@ -481,6 +482,16 @@ def test_a_refusal_is_one_line(
     said = capsys.readouterr()
     assert left.value.code == (22 if "b200" in arguments else 2) and said.out == ""
     assert words in said.err and said.err.startswith("dsv4: ") and said.err.count("\n") == 1
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_scheduler_needs_a_package_and_says_which(
+    make: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("one")
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(cluster.SchedulerError, match="needs the package distributed: pip install"):
+        night(tmp_path, scheduler="tcp://127.0.0.1:1")
     assert not (tmp_path / "data").exists()
 
 

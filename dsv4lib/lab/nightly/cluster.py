@@ -66,12 +66,17 @@ def connected(address: str, fingerprint: str) -> Iterator[Client]:
 
     Raises:
         ArgumentError: neither an address nor a file.
-        SchedulerError: unreachable, without workers, or with workers that have other sources.
+        SchedulerError: dask.distributed is not installed, or the scheduler is unreachable, has no workers, or workers
+            with other sources.
     """
     is_file = Path(address).is_file()
     if not is_file and not ADDRESS.fullmatch(address):
         raise ArgumentError("--scheduler", address, "an address such as tcp://host:8786, or a scheduler file")
-    import distributed
+    try:
+        import distributed
+    except ModuleNotFoundError as error:
+        fix = "pip install 'dsv4lab[nightly]'" if env.is_installed() else "pip install -r requirements.lock"
+        raise SchedulerError(f"--scheduler needs the package {error.name}: {fix}") from error
 
     where = {"scheduler_file": address} if is_file else {"address": address}
     try:
