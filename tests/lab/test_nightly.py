@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from rich.console import Console
 
+from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import cli, records
-from dsv4lib.lab.nightly import cluster, command, gather, ledger, retention
+from dsv4lib.lab.nightly import cluster, command, gather, ledger, remote, retention
 from dsv4lib.lab.nightly import plan as plans
 from dsv4lib.lab.nightly.retention import Limits
 from dsv4lib.lab.nightly.shard import Shard
 from dsv4lib.lab.records import Record
-from dsv4lib.lab.run import manifest, runner
+from dsv4lib.lab.run import manifest, processes, runner
 from dsv4lib.lab.run.plan import Job
 from dsv4lib.lab.stage import Stage
 from dsv4lib.lab.verdicts import Verdict
@@ -444,6 +448,45 @@ def test_a_night_keeps_what_it_is_told(
         assert night(tmp_path)[0] == 0
     code, said = night(tmp_path, limits=Limits(runs=2, forget=True))
     assert code == 0 and "removed 2 older runs" in said and len(manifest.stored(tmp_path / "data" / "runs")) == 2
+
+
+# ---- workers of a cluster (whose own tests need dask.distributed)
+
+
+@pytest.mark.parametrize("how", ["left", "held", "young"])
+def test_what_a_killed_worker_left_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Also a process in a session of its own, which carries the mark of its run."""
+    monkeypatch.setattr(remote.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / f"{remote.PREFIX}abcd"
+    (folder / "run-1" / "one-00").mkdir(parents=True)
+    (tmp_path / "dsv4-other").mkdir()
+    marked = {**os.environ, processes.MARK: "run-1/one-00"}
+    child = subprocess.Popen(["sleep", "600"], env=marked, start_new_session=True)
+    lock = FileLock(folder / remote.LOCK)
+    if how == "held":
+        lock.acquire()
+    old = time.time() - (0 if how == "young" else 2 * remote.STALE_S)
+    os.utime(folder, (old, old))
+    try:
+        remote.clear_after_killed_workers()
+        assert folder.is_dir() == (child.poll() is None) == (how != "left")
+        assert (tmp_path / "dsv4-other").is_dir()
+    finally:
+        lock.release()
+        child.kill()
+        child.wait()
+
+
+def test_a_worker_with_other_sources_says_so(make: Callable[..., Stage], tmp_path: Path) -> None:
+    stage = make("one")
+    (planned,) = plans.make([stage], "nightly").jobs
+    task = remote.as_task(planned, ticket="t", set="nightly", fingerprint=env.source_fingerprint(), memory_mb=None)
+    assert remote.differs(task, Job(**task["job"]), tmp_path) == ""
+    assert "dsv4lib differs" in remote.differs({**task, "fingerprint": "f"}, planned, tmp_path)
+    make("one", "x = 1")
+    assert "stage one differs" in remote.differs(task, planned, tmp_path)
+    shutil.rmtree(tmp_path / "stages" / "one")
+    assert "stage cannot be read" in remote.differs(task, planned, tmp_path)
 
 
 # ---- the command line

@@ -8,23 +8,29 @@ record go back as bytes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import shutil
 import signal
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from dsv4lib import env
-from dsv4lib.lab.run import plan, runner
-from dsv4lib.lab.run.files import read_own
+from dsv4lib.lab.run import plan, processes, runner
+from dsv4lib.lab.run.files import own_folders, read_own
 from dsv4lib.lab.stage import StageError, UnknownStage, load, workspace
 
 GPU = "GPU"  # resource of a worker that may run native kernels: dask worker --resources "GPU=1"
 LOOK_EVERY_S = 0.5
 FILES = ("notebook.ipynb", "worker.log", "verdict.json")
 FILE_BYTES = 1 << 28
+PREFIX, LOCK = "dsv4-night-", ".lock"  # of a job's folder, and the file in it that its worker holds
+STALE_S = 60.0  # age from which a folder without a holder is one that a killed worker left
 TAKEN, REFUSED, RECORD = "taken", "refused", "record"
 
 
@@ -59,12 +65,25 @@ def execute(task: dict[str, Any]) -> dict[str, Any]:
     if why := differs(task, job, root):
         return {REFUSED: why}
     job = plan.resolve_here(job, load(job.stage, root))
-    with tempfile.TemporaryDirectory(prefix="dsv4-night-") as folder:
+    clear_after_killed_workers()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, FileLock(Path(folder, LOCK)):
         options = runner.Options(
             out=Path(folder), workers=1, memory_mb=task["memory_mb"], figures=task["figures"], stop=_seldom(asked)
         )
         result = runner.run([job], root, task["set"], options)
         return _packed(result)
+
+
+def clear_after_killed_workers() -> None:
+    """End processes and remove folders that workers of this user left here when they were killed."""
+    for folder in own_folders(Path(tempfile.gettempdir()), PREFIX):
+        with contextlib.suppress(OSError, Timeout):
+            if time.time() - folder.stat().st_mtime < STALE_S:
+                continue
+            with FileLock(folder / LOCK, timeout=0):
+                for job in folder.glob("*/*/"):
+                    processes.end(f"{job.parent.name}/{job.name}")  # as the runner marks them
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def differs(task: dict[str, Any], job: plan.Job, root: Path) -> str:

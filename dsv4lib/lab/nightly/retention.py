@@ -7,6 +7,7 @@ set is compared with, what one of these was gathered from, a run that goes on, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -73,7 +74,7 @@ def apply(runs: Path, limits: Limits, now: datetime | None = None, current: str 
         return []
     for left in _own_folders(runs):
         if left.name.startswith(LEAVING):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)  # another command may be doing the same
     stored = {one.run_id: one for one in manifest.stored(runs)}
     safe = protected(list(stored.values())) | {current}
     candidates = [folder for folder in _own_folders(runs) if NAME.fullmatch(folder.name) and folder.name in stored]
@@ -81,15 +82,13 @@ def apply(runs: Path, limits: Limits, now: datetime | None = None, current: str 
     for folder in expired(candidates, limits, now or datetime.now(UTC)):
         if folder.name in safe:
             continue
-        try:
+        with contextlib.suppress(DSV4Error, FileNotFoundError):  # it still goes on, or another command removes it
             lock = manifest.hold(folder)
-        except DSV4Error:  # it still goes on
-            continue
-        try:
-            if _forget(folder) if limits.forget else _thin(folder):
-                changed.append(folder.name)
-        finally:
-            lock.release()
+            try:
+                if _forget(folder) if limits.forget else _thin(folder):
+                    changed.append(folder.name)
+            finally:
+                lock.release()
     return changed
 
 

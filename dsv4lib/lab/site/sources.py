@@ -117,7 +117,9 @@ def executed(root: Path, wanted: str | None) -> Run:
             raise ArgumentError("--runs", wanted, f"the name of a folder in {runs.name}/ with a plan")
     ranked = sorted(stored, key=lambda one: (one.whole and one.state == "complete", one.run_id), reverse=True)
     for one in ranked:
-        notebooks = _notebooks(one.folder, shown)
+        notebooks: dict[str, Executed] = {}
+        for folder in [runs / part for part in one.parts] or [one.folder]:  # one that was gathered has its shards'
+            notebooks = _notebooks(folder, shown) | notebooks
         if notebooks:
             return Run(one.run_id, notebooks)
     if wanted is not None:
