@@ -73,6 +73,12 @@ class Manifest:
         """Name of the command: UTC time (see `_next`) and four random digits."""
         return self.folder.name
 
+    @property
+    def folders(self) -> list[Path]:
+        """Return where its records lie: in its own folder, of a gathered run in those of its parts beside it."""
+        beside = [self.folder.with_name(part) for part in self.parts if Path(part).name == part != ".."]
+        return [folder for folder in beside if folder.is_dir()] if self.parts else [self.folder]
+
     def save(self, **changes: Any) -> Manifest:
         """Write this manifest with ``changes`` and return the new one."""
         fields = {**self.__dict__, **changes}

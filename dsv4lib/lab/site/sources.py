@@ -118,7 +118,7 @@ def executed(root: Path, wanted: str | None) -> Run:
     ranked = sorted(stored, key=lambda one: (one.whole and one.state == "complete", one.run_id), reverse=True)
     for one in ranked:
         notebooks: dict[str, Executed] = {}
-        for folder in [runs / part for part in one.parts] or [one.folder]:  # one that was gathered has its shards'
+        for folder in one.folders:
             notebooks = _notebooks(folder, shown) | notebooks
         if notebooks:
             return Run(one.run_id, notebooks)
