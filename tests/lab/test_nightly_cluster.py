@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,10 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from dsv4lib import env
 from dsv4lib.lab import records
-from dsv4lib.lab.nightly import cluster
+from dsv4lib.lab.nightly import cluster, command
 from dsv4lib.lab.run import manifest
 from dsv4lib.lab.stage import Stage
 from dsv4lib.lab.verdicts import Verdict
@@ -84,6 +87,11 @@ class Cluster:
 
     def starts(self) -> Counter[str]:
         return Counter(path.name.rpartition("-")[0] for path in self.begun.glob("*.begun"))
+
+    def kernels(self) -> list[int]:
+        """Pids of the notebooks that still run."""
+        pids = [int(path.read_text()) for path in self.begun.glob("*.begun")]
+        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
     def worker_of(self, stage: str) -> subprocess.Popen[bytes]:
         (path,) = self.begun.glob(f"{stage}-*.begun")
@@ -156,21 +164,17 @@ def test_signals_budgets_and_a_killed_client(make: Callable[..., Stage], tmp_pat
     def begun(count: int) -> Callable[[], bool]:
         return lambda: sum(machines.starts().values()) == count
 
-    def kernels() -> list[int]:
-        pids = [int(path.read_text()) for path in machines.begun.glob("*.begun")]
-        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
     killed = machines.night()
     wait_for(begun(1))
     killed.kill()
-    wait_for(lambda: kernels() == [])  # its client is gone
+    wait_for(lambda: machines.kernels() == [])  # its client is gone
     assert verdicts(tmp_path) == {}
 
     stopped = machines.night("--resume")
     wait_for(begun(2))
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(120) == 130, machines.said(stopped)
-    wait_for(lambda: kernels() == [])
+    wait_for(lambda: machines.kernels() == [])
     assert verdicts(tmp_path) == {"a-00": (Verdict.INTERRUPTED, 0)}
     said = machines.said(stopped)
     assert "not started: b-00, c-00" in said and "--resume" in said
@@ -238,3 +242,33 @@ def test_workers_with_a_gpu_and_others(
         ("with a GPU", Verdict.SKIPPED)
     }
     assert "driver" in said["a_kernel-00"].reason and said["c_late-00"].verdict is Verdict.PASSED
+
+
+@pytest.mark.parametrize("lost", ["worker", "scheduler"])
+def test_a_night_ends_without_workers_or_scheduler(
+    make: Callable[..., Stage], tmp_path: Path, machines: Cluster, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """One of two jobs had begun: without its worker it is a crash; without the scheduler nothing is known of it."""
+    make("a", machines.body("a"), sets=sets(0, 1))
+    machines.add_workers(1)
+    monkeypatch.setattr(cluster, "ALONE_S", 0.5)
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.2)
+    victim = machines.workers[0] if lost == "worker" else machines.processes[0]
+
+    def kill() -> None:
+        wait_for(lambda: sum(machines.starts().values()) == 1)
+        victim.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    console = Console(file=io.StringIO(), width=200)
+    code = command.run(command.Wish(scheduler=str(machines.file)), console, tmp_path)
+    killer.join()
+    (page,) = tmp_path.glob("data/runs/*/report/summary.json")
+    left = json.loads(page.read_text())["not_started"]
+    if lost == "worker":
+        assert code == 14 and verdicts(tmp_path) == {"a-00": (Verdict.CRASH, 0)} and left == ["a-01"]
+    else:
+        assert code == 25 and verdicts(tmp_path) == {} and left == ["a-00", "a-01"]
+    wait_for(lambda: machines.kernels() == [])
+    assert sum(machines.starts().values()) == 1
