@@ -76,6 +76,12 @@ class Cluster:
     def night(self, *arguments: str) -> subprocess.Popen[bytes]:
         return self.start("dsv4lib.lab.cli", "nightly", "--scheduler", str(self.file), *arguments)
 
+    def night_here(self, **wish: Any) -> tuple[int, str]:
+        """Give the command in this process: its exit code and what it printed."""
+        console = Console(file=io.StringIO(), width=200)
+        code = command.run(command.Wish(scheduler=str(self.file), **wish), console, self.root)
+        return code, console.file.getvalue()  # type: ignore[attr-defined]
+
     def said(self, process: subprocess.Popen[bytes]) -> str:
         return (self.root / f"dsv4lib.lab.cli-{self.processes.index(process)}.log").read_text()
 
@@ -147,9 +153,8 @@ def test_a_killed_worker_loses_nothing_and_nothing_runs_twice(
     once = {"a_victim-0": 1, **{f"others-{number}": 1 for number in range(7)}}
     assert machines.starts() == once
 
-    again = machines.night("--resume")
-    assert again.wait(120) == 0, machines.said(again)
-    assert "resuming: 7 of 8 are finished already" in machines.said(again)
+    code, said = machines.night_here(resume=True)
+    assert code == 0 and "resuming: 7 of 8 are finished already" in said, said
     assert verdicts(tmp_path) == {"a_victim-00": (Verdict.PASSED, 1), **others}
     assert machines.starts() == {**once, "a_victim-0": 2}
     assert len(records.load(folder)) == 9 and len(list((tmp_path / "data" / "runs").iterdir())) == 1
@@ -190,8 +195,8 @@ def test_signals_budgets_and_a_killed_client(make: Callable[..., Stage], tmp_pat
     assert short.wait(120) == 25, machines.said(short)
     assert verdicts(tmp_path) == {"a-00": (Verdict.PASSED, 1)} and "2 jobs are not started" in machines.said(short)
 
-    last = machines.night("--resume")
-    assert last.wait(120) == 0, machines.said(last)
+    code, said = machines.night_here(resume=True)
+    assert code == 0, said
     assert verdicts(tmp_path) == {"a-00": (Verdict.PASSED, 1), **dict.fromkeys(("b-00", "c-00"), (Verdict.PASSED, 0))}
     assert machines.starts() == {"a-0": 3, "b-0": 1, "c-0": 1}
     assert len(manifest.stored(tmp_path / "data" / "runs")) == 1
@@ -234,8 +239,7 @@ def test_workers_with_a_gpu_and_others(
     machines.add_workers(1, "--resources", "GPU=1", label="with a GPU")
     with cluster.connected(str(machines.file), env.source_fingerprint()) as client:
         client.wait_for_workers(2, timeout=100)
-    again = machines.night("--require", "native")
-    assert again.wait(120) == 24, machines.said(again)  # asked there, but no GPU is really in that machine
+    assert machines.night_here(require="native")[0] == 24  # they went there, but no GPU is really in that machine
     folder = manifest.stored(tmp_path / "data" / "runs")[-1].folder
     said = {record.job: record for record in records.load(folder)}
     assert {(said[f"a_kernel-0{i}"].label, said[f"a_kernel-0{i}"].verdict) for i in (0, 1)} == {
@@ -261,8 +265,7 @@ def test_a_night_ends_without_workers_or_scheduler(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    console = Console(file=io.StringIO(), width=200)
-    code = command.run(command.Wish(scheduler=str(machines.file)), console, tmp_path)
+    code, _ = machines.night_here()
     killer.join()
     (page,) = tmp_path.glob("data/runs/*/report/summary.json")
     left = json.loads(page.read_text())["not_started"]

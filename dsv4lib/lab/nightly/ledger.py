@@ -87,7 +87,7 @@ def _unsteady(group: Sequence[Record]) -> Unsteady:
     first, per_machine = group[0], defaultdict(set)
     for record in group:
         per_machine[record.label or json.dumps([record.machine.get(name) for name in KIND])].add(record.verdict)
-    steady = len(per_machine) > 1 and all(len(verdicts) == 1 for verdicts in per_machine.values())
+    steady = all(len(verdicts) == 1 for verdicts in per_machine.values())
     return Unsteady(
         check=f"{first.stage} fault {first.negative}" if first.negative else first.stage,
         parameters=first.overrides,
