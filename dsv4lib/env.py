@@ -26,6 +26,7 @@ LABEL = "DSV4_MACHINE"  # a name that the owner gives this machine; without it, 
 DRIVER = Path("/proc/driver/nvidia/version")
 INSTALLED = "workspace"  # in the package of a wheel, made by setup.py
 HOST_SIDE = ("__init__.py", "op.py", "bench", "peers")  # beginnings of names of an op: no kernel depends on it
+CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")  # as nvidia-smi calls them
 PACKAGES = (
     "torch",
     "nvidia-cutlass-dsl",
@@ -182,8 +183,38 @@ def driver() -> str:
     return " ".join(known + ([f"CUDA {cuda[0]}.{cuda[1]}"] if cuda else [])) or "none"
 
 
+def clocks() -> str:
+    """Return clocks of the GPUs as found, beside their maxima, and the power limit.
+
+    "none" without a driver, "unknown" where `nvidia-smi` does not say. Equal GPUs appear once.
+    """
+    if driver_cuda() is None:
+        return "none"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    chosen = ["-i", visible] if visible else []
+    command = ["nvidia-smi", *chosen, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return "unknown"
+    if not rows or any(len(row) != len(CLOCKS) for row in rows):
+        return "unknown"
+    told = dict.fromkeys(_clocks_of([_number(cell) for cell in row]) for row in rows)
+    return "; ".join(told)
+
+
+def _number(cell: str) -> str:
+    return cell if re.fullmatch(r"\d+(\.\d+)?", cell) else "?"
+
+
+def _clocks_of(row: list[str]) -> str:
+    sm, sm_most, memory, memory_most, power = row
+    return f"SM {sm} of {sm_most} MHz, memory {memory} of {memory_most} MHz, power limit {power} W"
+
+
 def machine() -> dict[str, str]:
-    """Processor kind, usable cores, memory, GPU names and their driver. No host name, user or path."""
+    """Processor kind, usable cores, memory, GPUs, driver and clocks as found. No host name, user or path."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts = {
         "system": f"{platform.system()} {platform.machine()}",
@@ -194,6 +225,7 @@ def machine() -> dict[str, str]:
     gpus = gpu_names()
     facts["gpu"] = ", ".join(gpus) if gpus else "none"
     facts["driver"] = driver()
+    facts["clocks"] = clocks()
     return facts
 
 

@@ -94,3 +94,36 @@ def test_the_driver_s_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             assert env.driver() == (" ".join(filter(None, (version, shown))) or "none")
         env.DRIVER.unlink()
         assert env.driver() == (shown or "none")
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        ("345, 1980, 2619, 2619, 700.00\n", "SM 345 of 1980 MHz, memory 2619 of 2619 MHz, power limit 700.00 W"),
+        ("1, 2, 3, 4, 5\n1, 2, 3, 4, 5\n", "SM 1 of 2 MHz, memory 3 of 4 MHz, power limit 5 W"),
+        ("1, 2, 3, 4, 5\n9, 2, 3, 4, 5\n", "SM 1 of 2 MHz, memory 3 of 4 MHz, power limit 5 W; SM 9 of 2 MHz, "),
+        ("1, 2, [N/A], 4, /home/alice\n", "SM 1 of 2 MHz, memory ? of 4 MHz, power limit ? W"),
+        ("No devices were found\n", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_clocks_as_found(answer: str, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program named nvidia-smi answers as NVIDIA's does, and writes its arguments."""
+    monkeypatch.setattr(env, "driver_cuda", lambda: None)
+    assert env.clocks() == "none"
+    monkeypatch.setattr(env, "driver_cuda", lambda: (13, 0))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(env, "gpu_names", lambda: [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert env.clocks() == "unknown"
+    program, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
+    program.write_text(f"#!/bin/sh\necho \"$@\" > {asked}\nprintf '%s' '{answer}'\n")
+    program.chmod(0o755)
+    assert env.clocks().startswith(shown)
+    query = "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit --format=csv,noheader,nounits"
+    assert asked.read_text().strip() == query
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 2")
+    assert env.clocks().startswith(shown) and asked.read_text().strip() == f"-i 0,2 {query}"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert env.clocks() == "unknown"
+    assert env.machine()["clocks"] == "unknown"

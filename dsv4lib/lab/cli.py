@@ -20,6 +20,7 @@ from rich.text import Text
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import verdicts
+from dsv4lib.lab.nightly import options
 from dsv4lib.lab.stage import runs_folder, workspace
 from dsv4lib.lab.verdicts import LOOKS
 
@@ -46,7 +47,7 @@ def version(
 
 @app.command(epilog=EXIT_CODES)
 def run(
-    set_name: Annotated[str, typer.Option("--set", help="quick, nightly or b200")] = "quick",
+    set_name: Annotated[str, typer.Option("--set", help="quick, nightly, b200 or hopper")] = "quick",
     stage: Annotated[
         list[str] | None, typer.Option("--stage", "-s", help="only this stage, or all that match 'fmha_*'")
     ] = None,
@@ -60,7 +61,11 @@ def run(
         typer.Option("--resume", help="run again what a signal, a crash or a full disk ended"),
     ] = False,
     accept_shrink: Annotated[bool, typer.Option("--accept-shrink", help="it may execute less than last time")] = False,
-    without_gpu: Annotated[bool, typer.Option("--without-gpu", help="b200: run what needs no GPU")] = False,
+    without_gpu: Annotated[bool, typer.Option("--without-gpu", help="b200, hopper: run what needs no GPU")] = False,
+    require: Annotated[
+        str | None,
+        typer.Option(help="native: a kernel that does not run on a GPU fails the run [default in b200, hopper]; none"),
+    ] = None,
     twice: Annotated[bool, typer.Option("--twice", help="run twice and compare all numbers and figures")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for the runs [default: data/runs]")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and where; run nothing")] = False,
@@ -83,8 +88,12 @@ def run(
         twice=twice,
         out=out.resolve() if out else None,
         plan=plan,
+        require=require,
     )
     raise typer.Exit(command.run(wish, console))
+
+
+app.command(epilog=EXIT_CODES)(options.nightly)
 
 
 @app.command()
@@ -173,7 +182,7 @@ def trends(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the runs [default: data/runs]")] = None,
 ) -> None:
-    """What got worse over runs and benches, since which commit, on which machine. Exit code 25 if anything did."""
+    """What got worse over runs and benches, since which commit, on which machine. Exit code 26 if anything did."""
     from dsv4lib.lab.history import command
 
     runs = out or runs_folder()

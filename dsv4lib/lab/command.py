@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import ledger
+from dsv4lib.lab import ledger, outcome
+from dsv4lib.lab.outcome import GPU_SETS
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.records import load as load_records
-from dsv4lib.lab.run import manifest, plan, repeat, runner
+from dsv4lib.lab.run import plan, repeat, runner
 from dsv4lib.lab.run.progress import ConsoleProgress
-from dsv4lib.lab.stage import SETS, Stage, discover, load, names, runs_folder, workspace
-from dsv4lib.lab.verdicts import LOOKS, NO_GPU, NOT_REPEATABLE, Verdict, exit_code
-
-GPU_SETS = ("b200",)  # sets whose kernels are to run on a GPU, and nowhere else
+from dsv4lib.lab.stage import NEEDED_SETS, SETS, Stage, discover, load, names, runs_folder, workspace
+from dsv4lib.lab.verdicts import LOOKS, NO_GPU, NOT_REPEATABLE, Verdict
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class Wish:
     twice: bool = False
     out: Path | None = None
     plan: bool = False
+    require: str | None = None  # by default `native` in a set for a GPU
 
 
 def assignments(words: Sequence[str]) -> dict[str, str]:
@@ -70,17 +69,14 @@ def run(wish: Wish, console: Console, root: Path | None = None) -> int:
         MissingGpu: see there.
     """
     root = root or workspace()
-    if wish.set_name not in SETS:
-        raise ArgumentError("--set", wish.set_name, "one of " + ", ".join(SETS))
-    stages = chosen(wish.stages, root)
-    if not stages:
-        raise DSV4Error("there are no stages under stages/")
+    required = requirement(wish)
+    stages = chosen(wish.stages, root, wish.set_name)
     jobs = plan.make(stages, wish.set_name, texts=wish.texts, backend=wish.backend, negatives=wish.negatives)
-    _want_gpu(jobs, stages, wish)
+    want_gpu(jobs, stages, wish)
+    flaky = ledger.living(root)
     if wish.plan:
         console.print(planned(jobs, load_records(wish.out or runs_folder(root))))
         return 0
-    flaky = ledger.living(root)
     options = runner.Options(
         out=wish.out, workers=wish.workers, memory_mb=wish.memory_gb * 1000 if wish.memory_gb else None
     )
@@ -89,41 +85,56 @@ def run(wish: Wish, console: Console, root: Path | None = None) -> int:
     result = runner.run(
         jobs, root, set_name, options, whole=whole, resume=wish.resume, progress=ConsoleProgress(console)
     )  # fmt: skip
-    missing = _missing(result, [stage.name for stage in stages], wish)
-    console.print(table(result.records))
-    not_started = [job.name for job in jobs if job.name not in {r.job for r in result.records}]
-    if not_started:
-        console.print(Text("not started: " + ", ".join(not_started), style="yellow"))
-    again = [record.job for record in result.records if not record.finished]
-    if again and not result.interrupted:
-        text = f"not finished: {', '.join(again)}; run them again with the same command and --resume"
-        console.print(Text(text, style="yellow"))
-    for key in missing:
-        console.print(Text(f"missing since the last {set_name}: {key}", style="red"))
-    console.print(Text(f"report: {os.path.relpath(_report(result, missing, root))}"), soft_wrap=True)
-    if result.interrupted:
-        console.print(Text("interrupted; go on with the same command and --resume", style="yellow"))
-        return 130
-    code = exit_code(_counting(result.records, flaky, console), bool(missing))
+    chosen_by_hand = bool(wish.texts) or wish.backend is not None
+    came_to = outcome.Outcome(
+        result,
+        planned=[job.name for job in jobs],
+        missing=[] if chosen_by_hand else outcome.lost(result, [stage.name for stage in stages], wish.accept_shrink),
+        required=required,
+        known=outcome.known_flaky(result.records, flaky),
+    )
+    code = outcome.conclude(came_to, console, root)
     if wish.twice and code in (0, LOOKS[Verdict.SKIPPED].code):
         second = runner.run(jobs, root, "twice", options, progress=ConsoleProgress(console))
         return _compare(result, second, console) or code
     return code
 
 
-def chosen(wanted: Sequence[str], root: Path) -> list[Stage]:
-    """Return the stages of these names, where "fmha_*" is all that match; all stages where none is named.
+def chosen(wanted: Sequence[str], root: Path, set_name: str = "quick") -> list[Stage]:
+    """Return the stages of these names, where "fmha_*" is all that match; all that have the set where none is named.
 
     Raises:
         UnknownStage: a name that no stage has, or a pattern that matches none.
+        ArgumentError: there is no such set.
+        DSV4Error: there is no stage, or none with this set.
     """
+    if set_name not in SETS:
+        raise ArgumentError("--set", set_name, "one of " + ", ".join(SETS))
     if not wanted:
-        return discover(root)
-    known, found = names(root), {}
+        found = discover(root)
+        having = [stage for stage in found if set_name in NEEDED_SETS or set_name in stage.sets]
+        if not having:
+            raise DSV4Error(f"no stage has a set {set_name}" if found else "there are no stages under stages/")
+        return having
+    known, named = names(root), {}
     for name in wanted:
         matching = [one for one in known if fnmatch.fnmatchcase(one, name)] if set(name) & set("*?[") else [name]
-        found |= dict.fromkeys(matching or [name])
-    return [load(name, root) for name in found]
+        named |= dict.fromkeys(matching or [name])
+    return [load(name, root) for name in named]
+
+
+def requirement(wish: Wish) -> str:
+    """Return what a run's kernels must run on: `native` in a set for a GPU unless it is run without one, or `none`.
+
+    Raises:
+        ArgumentError: --require names something else.
+    """
+    if wish.require is not None:
+        if wish.require not in outcome.REQUIREMENTS:
+            raise ArgumentError("--require", wish.require, " or ".join(outcome.REQUIREMENTS))
+        return wish.require
+    free = not wish.without_gpu and wish.backend is None and "backend" not in wish.texts
+    return outcome.NATIVE if free and wish.set_name in GPU_SETS else outcome.NOTHING
 
 
 def planned(jobs: Sequence[plan.Job], last: Sequence[Record]) -> Table:
@@ -137,11 +148,19 @@ def planned(jobs: Sequence[plan.Job], last: Sequence[Record]) -> Table:
     return shown
 
 
-def _want_gpu(jobs: Sequence[plan.Job], stages: Sequence[Stage], wish: Wish) -> None:
-    """Refuse a set that names a GPU where kernels that it leaves the choice would not run on one."""
+def want_gpu(jobs: Sequence[plan.Job], stages: Sequence[Stage], wish: Wish) -> None:
+    """Refuse a set that names a GPU where kernels that it leaves the choice would not run on one.
+
+    Those of another architecture run where they can: no GPU runs both.
+
+    Raises:
+        MissingGpu: see there.
+    """
     if wish.set_name not in GPU_SETS or wish.without_gpu or wish.backend is not None or "backend" in wish.texts:
         return
-    kernels = {stage.name for stage in stages if stage.kernel}
+    if wish.require == outcome.NOTHING:
+        return
+    kernels = {stage.name for stage in stages if stage.kernel and stage.arch in GPU_SETS[wish.set_name]}
     free = [job for job in jobs if job.stage in kernels and job.parameters.get("backend", "auto") in ("auto", "native")]
     lacking = sorted({job.stage for job in free if job.backend != "native"})
     if lacking:
@@ -150,36 +169,6 @@ def _want_gpu(jobs: Sequence[plan.Job], stages: Sequence[Stage], wish: Wish) -> 
             f"set {wish.set_name} needs a GPU for {', '.join(lacking)}: {why}; "
             "--without-gpu runs what can be run without, --backend chooses another back end"
         )
-
-
-def _missing(result: runner.Result, stages: Sequence[str], wish: Wish) -> list[str]:
-    """What this run lost against the set's last baseline; makes it the next one if it is whole and lost nothing.
-
-    A run of which a part crashed, or ended before its gates were judged, has checked less: it is no baseline.
-    """
-    if result.interrupted or wish.texts or wish.backend is not None:
-        return []
-    runs, now = result.manifest.folder.parent, result.manifest
-    missing = []
-    if not wish.accept_shrink:
-        missing = manifest.shrinkage(runs, now.set, now.executed, stages, now.run_id, now.whole)
-    judged = all(record.gates or record.verdict is Verdict.SKIPPED for record in result.records)
-    if now.whole and not missing and judged:
-        now.save(baseline=True)
-    return missing
-
-
-def _counting(records: Sequence[Record], flaky: Mapping[str, ledger.Entry], console: Console) -> list[Verdict]:
-    """The verdicts that count for the exit code: not the red ones of stages that the ledger knows, which are named."""
-    counting = []
-    for record in records:
-        entry = flaky.get(f"stage {record.stage}")
-        if entry is None or record.verdict in (Verdict.PASSED, Verdict.SKIPPED):
-            counting.append(record.verdict)
-            continue
-        text = f"known to be flaky: {record.job} ({record.verdict}), until {entry.expires}, issue {entry.issue}"
-        console.print(Text(text, style="yellow"))
-    return counting
 
 
 def _compare(first: runner.Result, second: runner.Result, console: Console) -> int:
@@ -198,29 +187,6 @@ def _compare(first: runner.Result, second: runner.Result, console: Console) -> i
     if not found:
         console.print(Text(f"the same twice: {len(first.records)} runs, every number and figure"))
     return NOT_REPEATABLE if found else 0
-
-
-def _report(result: runner.Result, missing: Sequence[str], root: Path) -> Path:
-    from dsv4lib.lab.report.build import write_report
-
-    return write_report(result.manifest.folder, result.records, root, missing=missing, interrupted=result.interrupted)
-
-
-def table(records: Sequence[Record]) -> Table:
-    """Return the closing table: one row for each job."""
-    out = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("stage", "verdict", "back end", "time", "key metric"):
-        out.add_column(heading, no_wrap=heading != "key metric", justify="right" if heading == "time" else "left")
-    for record in records:
-        look = LOOKS[record.verdict]
-        out.add_row(
-            record.job,
-            Text(look.label, style=look.terminal),
-            record.backend or "-",
-            f"{record.seconds:.1f} s",
-            Text(key_metric(record)),
-        )
-    return out
 
 
 def ladder(stages: Sequence[Stage], last: Mapping[str, Record]) -> Table:
@@ -242,13 +208,3 @@ def ladder(stages: Sequence[Stage], last: Mapping[str, Record]) -> Table:
     out.caption_justify = "left"
     out.caption = "a dim number was not measured here: it is the one committed with the stage"
     return out
-
-
-def key_metric(record: Record) -> str:
-    """Choose the gate that decides: the first one not passed, else the stage's first. Without one, the reason."""
-    if record.verdict not in (Verdict.PASSED, Verdict.GATE_FAILED) or not record.gates or record.negative:
-        return record.reason
-    shown = next((gate for gate in record.gates if gate.state != "passed"), record.gates[0])
-    if shown.value is None:
-        return f"{shown.metric}: {shown.reason}"
-    return f"{shown.metric} = {shown.value:.6g} ({shown.op} {shown.bound:g})"

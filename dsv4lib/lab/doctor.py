@@ -187,7 +187,7 @@ def _diagnose_wheel(extras: dict[str, tuple[str, ...]]) -> list[Finding]:
         fix = "pip install dsv4lab, with its dependencies"
         return [_problem("packages", "missing: " + ", ".join(extras[""]), fix)]
     found = [Finding("ok", "emulator", "its packages are installed")]
-    for extra in ("ops", "lab"):
+    for extra in ("ops", "lab", "nightly"):
         if lacks := extras.get(extra, ()):
             fix = f"pip install 'dsv4lab[{extra}]'"
             found.append(Finding("note", f"extra {extra}", "missing: " + ", ".join(lacks), fix))

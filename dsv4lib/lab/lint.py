@@ -21,7 +21,7 @@ from typing import Any
 
 from dsv4lib.lab import glossary, turns, words
 from dsv4lib.lab.run.quick_nbformat import nbformat
-from dsv4lib.lab.stage import SETS, Gate, Stage, StageError, discover, workspace
+from dsv4lib.lab.stage import NEEDED_SETS, Gate, Stage, StageError, discover, workspace
 
 LOOSEST = 4.0  # a bound may be this many times looser than the value last seen
 CELL_LINES = 25
@@ -119,7 +119,7 @@ def lint(stage: Stage) -> list[Problem]:
 
 
 def _contract(stage: Stage) -> Iterator[tuple[str, str]]:
-    for name in SETS:
+    for name in NEEDED_SETS:
         if name not in stage.sets:
             yield "sets", f"there is no parameter set {name}"
     if not stage.negatives:

@@ -171,31 +171,52 @@ def load(runs_folder: Path) -> list[Record]:
     return sorted(found, key=lambda record: (record.run_id, record.started, record.attempt))
 
 
+def from_bytes(data: bytes) -> Record:
+    """Return the one record of a file's bytes, as another machine wrote them.
+
+    Raises:
+        ValueError: they are no record.
+    """
+    import pyarrow as pa
+
+    try:
+        (row,) = _rows(data).to_pylist()
+        return _from_row(row)
+    except (pa.ArrowException, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no record: {error}") from error
+
+
 def _files(runs_folder: Path) -> list[Path]:
     return sorted(runs_folder.rglob("records/*.parquet"))
 
 
 def _table(file: Path) -> pa.Table | None:
-    """The rows of one file in today's schema, or None. Columns that older records lack are null.
+    """The rows of one file in today's schema, or None. Columns that older records lack are null."""
+    import pyarrow as pa
+
+    try:
+        return _rows(read_own(file, RECORD_BYTES, anybody=True))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        _left_out(file, error)
+        return None
+
+
+def _rows(data: bytes) -> pa.Table:
+    """The rows of a record file's bytes in today's schema; ValueError or ArrowException if it is none.
 
     Older records call ``expect_fail`` ``reds``.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        table = pq.read_table(io.BytesIO(read_own(file, RECORD_BYTES, anybody=True)))
-        if "run_id" not in table.column_names or "verdict" not in table.column_names:
-            raise ValueError("it has no run and no verdict")
-        table = table.rename_columns(["expect_fail" if name == "reds" else name for name in table.column_names])
-        columns = [
-            table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(len(table), f.type)
-            for f in schema()
-        ]
-        return pa.table(columns, schema=schema())
-    except (OSError, ValueError, pa.ArrowException) as error:
-        _left_out(file, error)
-        return None
+    table = pq.read_table(io.BytesIO(data))
+    if "run_id" not in table.column_names or "verdict" not in table.column_names:
+        raise ValueError("it has no run and no verdict")
+    table = table.rename_columns(["expect_fail" if name == "reds" else name for name in table.column_names])
+    columns = [
+        table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(len(table), f.type) for f in schema()
+    ]
+    return pa.table(columns, schema=schema())
 
 
 def _left_out(file: Path, error: Exception) -> None:

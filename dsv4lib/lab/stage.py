@@ -1,8 +1,9 @@
 """Hold the contract of a stage. Says what `stages/<name>/stage.toml` may say, and how its parameters are checked.
 
-A stage is one notebook with typed, bounded parameters, three parameter sets (`quick`, `nightly`, `b200`), gates on the
-metrics its verdict reports, and negative sets: injected faults that must turn a named gate red. Parameters are checked
-here, before a kernel starts, because papermill itself accepts unknown names and wrong types.
+A stage is one notebook with typed, bounded parameters, parameter sets (`quick`, `nightly`, `b200`, and `hopper` where
+its kernel is for that GPU), gates on the metrics its verdict reports, and negative sets: injected faults that must turn
+a named gate red. Parameters are checked here, before a kernel starts, because papermill itself accepts unknown names
+and wrong types.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 
-SETS = ("quick", "nightly", "b200")
+SETS = ("quick", "nightly", "b200", "hopper")
+NEEDED_SETS = SETS[:3]  # every stage has these; a set that it lacks leaves it out
 OPERATORS = {"==": operator.eq, "<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
 
 Value = bool | int | float | str
@@ -210,8 +212,9 @@ class Stage(_Strict):
     kernel: bool = Field(description="whether the stage runs a kernel; if so it is skipped under `reference`")
     arch: str = Field(default="sm_100a", description="the architecture whose code the stage runs")
     parameters: dict[Identifier, Parameter] = Field(description="by name; exactly those of the notebook")
-    sets: dict[Literal["quick", "nightly", "b200"], ParameterSet] = Field(
-        default={}, description="`quick` on any CPU, `nightly` for longer, `b200` on that GPU; all three are needed"
+    sets: dict[Literal["quick", "nightly", "b200", "hopper"], ParameterSet] = Field(
+        default={},
+        description="`quick` on any CPU, `nightly` for longer, `b200` on that GPU: all needed; `hopper` on that GPU",
     )
     gates: list[Gate] = Field(min_length=1, description="bounds on metrics; the runner alone decides by them")
     negatives: list[Negative] = Field(default=[], description="injected faults, each with the gate it must turn red")

@@ -85,7 +85,9 @@ SEVERITY = (
 MANIFEST_SHRANK = 19
 NO_GPU = 22
 NOT_REPEATABLE = 23
-GOT_WORSE = 25  # of `dsv4 trends`
+NOT_NATIVE = 24
+UNFINISHED = 25
+GOT_WORSE = 26  # of `dsv4 trends`
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,21 @@ def overall(results: Iterable[GateResult]) -> tuple[Verdict, str]:
     return Verdict.PASSED, f"{len(results)} gate{'s' if len(results) != 1 else ''} passed"
 
 
-def exit_code(verdicts: Iterable[Verdict], shrank: bool = False) -> int:
-    """Choose the exit code of a run. The worst class, else 19 if it shrank, else 20 if all were skipped, else 0."""
+def exit_code(
+    verdicts: Iterable[Verdict], shrank: bool = False, *, not_native: bool = False, unfinished: bool = False
+) -> int:
+    """Choose the exit code of a run.
+
+    The worst class, else 24 if a kernel that had to run natively did not, else 25 if jobs are left, else 19 if it
+    shrank, else 20 if all were skipped, else 0.
+    """
     seen = set(verdicts)
     for verdict in SEVERITY:
         if verdict in seen:
             return LOOKS[verdict].code
-    if shrank:
-        return MANIFEST_SHRANK
+    for happened, code in ((not_native, NOT_NATIVE), (unfinished, UNFINISHED), (shrank, MANIFEST_SHRANK)):
+        if happened:
+            return code
     return 0 if Verdict.PASSED in seen else LOOKS[Verdict.SKIPPED].code
 
 
@@ -155,5 +164,7 @@ def exit_code_table() -> list[tuple[int, str, str]]:
     rows = [(look.code, look.label, look.meaning) for look in LOOKS.values()]
     rows.append((MANIFEST_SHRANK, "shrunk run", "a whole set executed less than the last time"))
     rows.append((NO_GPU, "no GPU", "the set names a GPU that is not here, refused before the start"))
+    rows.append((NOT_NATIVE, "not native", "a kernel that had to run on a GPU did not (--require native)"))
+    rows.append((UNFINISHED, "unfinished", "jobs are left: out of time budget, or without a shard or a machine"))
     rows.append((NOT_REPEATABLE, "not repeatable", "a second run showed other numbers or figures (--twice)"))
     return sorted(rows)

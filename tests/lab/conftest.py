@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 
+from dsv4lib.lab import records
+from dsv4lib.lab.records import Record
+from dsv4lib.lab.run import runner
+from dsv4lib.lab.run.plan import Job
 from dsv4lib.lab.stage import Stage, load
+from dsv4lib.lab.verdicts import judge, overall
 
 PARAMETERS = (
     'backend: str = "auto"  # back end\nseed: int = 0  # of every random input\nfault: str = "none"  # injected fault'
@@ -82,3 +88,30 @@ def make(tmp_path: Path) -> Callable[..., Stage]:
         return write_stage(tmp_path, name, body, **changes)
 
     return factory
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Replaces the running of notebooks by given reports: stage -> {metrics, skipped}; default: all gates at 0."""
+    reports: dict[str, dict[str, Any]] = {}
+
+    def run(self: runner.Supervisor, jobs: list[Job]) -> None:
+        for job in jobs:
+            stage = load(job.stage, self.root)
+            report = reports.get(job.stage, {"metrics": {gate.metric: 0.0 for gate in stage.gates}})
+            if "verdict" in report:
+                self._record(job, stage, 0, report["verdict"], "made so", datetime.now(UTC), 1.0)
+                continue
+            gates = judge(stage.gates, report["metrics"], report.get("skipped", {}))
+            kind, reason = overall(gates)
+            record = Record(
+                run_id=self.plan.run_id, job=job.name, attempt=0, stage=job.stage, title="t", set=job.set,
+                kind=job.kind, negative="", expect_fail="", overrides=job.overrides, parameters=job.parameters,
+                backend=job.backend, arch=stage.arch if stage.kernel else "", fingerprint="", stage_fingerprint="",
+                versions={}, machine={}, commit=self.plan.commit, label=self.plan.label, verdict=kind, reason=reason,
+                started=datetime.now(UTC), seconds=1.0, time_limit_s=9.0, gates=gates,
+            )  # fmt: skip
+            records.write(record, self.plan.folder)
+
+    monkeypatch.setattr(runner.Supervisor, "run", run)
+    return reports

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from dsv4lib.lab.history import command, compare, noise, series, store, trends
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.verdicts import GOT_WORSE, GateResult, Verdict
 
-pytest.importorskip("duckdb", reason="the history is read with duckdb (extra nightly)")
-pytest.importorskip("ruptures", reason="change points are found with ruptures (extra nightly)")
+pytest.importorskip("duckdb", reason="the history is read with duckdb (extra lab)")
 
 STAGES, ROWS = 12, 30
 RECORD = Record(
@@ -318,3 +318,17 @@ def test_levels_of_plain_values() -> None:
     found, watched = noise.stretches(np.array([0.0, 0, 0, 0, 0.07]), 0.01, 5.0)
     assert len(found) == 1 and watched == 4
     assert noise.stretches(np.array([3.0]), 0.01, 5.0) == ([noise.Stretch((0,), 3.0)], None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stretches_are_the_best_of_all_ways_to_cut(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = np.repeat(rng.standard_normal(3) * 4, 3) + rng.standard_normal(9)
+
+    def price(cuts: tuple[int, ...]) -> float:
+        parts = [values[a:b] for a, b in pairwise((0, *cuts, len(values)))]
+        return sum(((part - part.mean()) ** 2).sum() for part in parts) + len(cuts) * 2.0**2
+
+    ways = [cuts for count in range(9) for cuts in combinations(range(1, 9), count)]
+    best = min(ways, key=price)
+    assert noise._segments(values, 1.0, 2.0) == list(pairwise((0, *best, len(values))))

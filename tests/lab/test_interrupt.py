@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from dsv4lib.lab import records
 from dsv4lib.lab.run import manifest
 from dsv4lib.lab.stage import Stage
 from dsv4lib.lab.verdicts import Verdict
+from tests.cases import cases
 
 # Sleeps where the environment says so, and leaves a child that has its own session.
 SLEEPER = """import os, pathlib, subprocess, time
@@ -29,13 +31,19 @@ if os.environ.get("SLEEP_TEST") == "1":
     time.sleep(900)"""
 
 
-def start(root: Path, *arguments: str, sleep: bool = True) -> subprocess.Popen[str]:
+COMMANDS = {
+    "run": ("run", "--backend", "reference"),
+    "nightly": ("nightly", "--backends", "reference", "--shard", "1/1"),
+}
+
+
+def start(root: Path, *arguments: str, sleep: bool = True, command: str = "run") -> subprocess.Popen[str]:
     environment = {
         **os.environ, "DSV4_WORKSPACE": str(root), "PYTHONPATH": str(env.root()), "SLEEP_TEST": "1" if sleep else "0",
     }  # fmt: skip
-    command = [sys.executable, "-m", "dsv4lib.lab.cli", "run", "--jobs", "2", "--backend", "reference", *arguments]
+    line = [sys.executable, "-m", "dsv4lib.lab.cli", *COMMANDS[command], "--jobs", "2", *arguments]
     return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root
+        line, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root
     )  # fmt: skip
 
 
@@ -69,6 +77,11 @@ def test_a_signal_ends_everything_and_resume_repeats_what_is_missing(
     assert alive(pids(tmp_path)) == []
     assert "not started: d_later-00" in output and "--resume" in output
     folder = next(tmp_path.glob("data/runs/*"))
+    summary = json.loads((folder / "report" / "summary.json").read_text())
+    assert summary["exit_class"] == "interrupted" and summary["not_started"] == ["d_later-00"]
+    assert summary["counts"] == {"interrupted": 2, "passed": 1}
+    junit = ElementTree.parse(folder / "report" / "junit.xml").getroot()
+    assert (junit.get("tests"), junit.get("errors"), junit.get("skipped")) == ("4", "2", "1")
     verdicts = {record.stage: record.verdict for record in records.load(folder)}
     assert verdicts == {
         "a_quick": Verdict.PASSED, "b_sleeps": Verdict.INTERRUPTED, "c_sleeps": Verdict.INTERRUPTED,
@@ -106,12 +119,13 @@ def _belongs(path: Path, root: Path) -> bool:
         return False
 
 
+@pytest.mark.parametrize("command", cases("run", full=["nightly"]))
 def test_a_killed_runner_takes_its_notebooks_along_and_can_be_resumed(
-    make: Callable[..., Stage], tmp_path: Path
+    make: Callable[..., Stage], tmp_path: Path, command: str
 ) -> None:
     """SIGKILL gives the runner no chance to act: the worker registered this with the operating system in advance."""
     make("b_sleeps", SLEEPER)
-    process = start(tmp_path)
+    process = start(tmp_path, command=command)
     wait_for(lambda: len(pids(tmp_path)) == 3)
     process.kill()
     process.wait(900)
@@ -119,7 +133,7 @@ def test_a_killed_runner_takes_its_notebooks_along_and_can_be_resumed(
     wait_for(lambda: not alive([kernel, worker]))
     folder = next(tmp_path.glob("data/runs/*"))
     assert manifest.stored(tmp_path / "data/runs")[0].state == "running"
-    again = start(tmp_path, "--resume", sleep=False)
+    again = start(tmp_path, "--resume", sleep=False, command=command)
     output = again.communicate(timeout=900)[0]
     assert again.returncode == 0, output
     assert alive([child]) == []  # in a session of its own it outlived the runner, not the next one

@@ -11,42 +11,14 @@ import pytest
 from rich.console import Console
 
 from dsv4lib.lab import cli, command
-from dsv4lib.lab.records import Record
-from dsv4lib.lab.run import manifest, plan, runner
+from dsv4lib.lab.run import manifest, plan
 from dsv4lib.lab.run.plan import Job, make
 from dsv4lib.lab.stage import Stage
-from dsv4lib.lab.verdicts import Verdict, judge, overall
+from dsv4lib.lab.verdicts import Verdict
 
 TWO_GATES = [
     {"metric": name, "op": "==", "bound": 0, "last_seen": 0, "reason": "x"} for name in ("wrong", "late")
 ]  # fmt: skip
-
-
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """Replaces the running of notebooks by given reports: stage -> {metrics, skipped}; default: all gates at 0."""
-    reports: dict[str, dict[str, Any]] = {}
-
-    def run(self: runner.Supervisor, jobs: list[Job]) -> None:
-        for job in jobs:
-            stage = runner.load(job.stage, self.root)
-            report = reports.get(job.stage, {"metrics": {gate.metric: 0.0 for gate in stage.gates}})
-            if "verdict" in report:
-                self._record(job, stage, 0, report["verdict"], "made so", runner.datetime.now(runner.UTC), 1.0)
-                continue
-            gates = judge(stage.gates, report["metrics"], report.get("skipped", {}))
-            kind, reason = overall(gates)
-            record = Record(
-                run_id=self.plan.run_id, job=job.name, attempt=0, stage=job.stage, title="t", set=job.set,
-                kind=job.kind, negative="", expect_fail="", overrides=job.overrides, parameters=job.parameters,
-                backend=job.backend, arch="", fingerprint="", stage_fingerprint="", versions={}, machine={},
-                verdict=kind, reason=reason,
-                started=runner.datetime.now(runner.UTC), seconds=1.0, time_limit_s=9.0, gates=gates,
-            )  # fmt: skip
-            runner.records.write(record, self.plan.folder)
-
-    monkeypatch.setattr(runner.Supervisor, "run", run)
-    return reports
 
 
 def night(root: Path, **wish: Any) -> tuple[int, str]:

@@ -257,6 +257,13 @@ def test_which_run_is_shown(tmp_path: Path, stage_writer: Callable[..., Stage]) 
     assert chosen.name == whole and list(chosen.notebooks) == ["notebooks/20_two.ipynb"]
     assert sources.executed(root, later).notebooks["notebooks/10_one.ipynb"].folder.name == later
     assert first < whole
+    gathered = manifest.new(root / "data" / "runs", "quick", "f", True, [], parts=[first, whole, "gone", "../.."])
+    gathered.save(state="complete")
+    chosen = sources.executed(root, None)
+    folders = {path: one.folder.name for path, one in chosen.notebooks.items()}
+    assert (chosen.name, folders) == (
+        gathered.run_id, {"notebooks/10_one.ipynb": first, "notebooks/20_two.ipynb": whole}
+    )  # fmt: skip
     for bad in ("../x", "nothing"):
         with pytest.raises(DSV4Error, match="--runs"):
             sources.executed(root, bad)

@@ -121,7 +121,7 @@ def database(runs: Path) -> duckdb.DuckDBPyConnection:
     try:
         import duckdb
     except ImportError:
-        raise DSV4Error("the history needs the package duckdb: pip install 'dsv4lib[nightly]'") from None
+        raise DSV4Error("the history needs the package duckdb: pip install duckdb, which the extra lab has") from None
     known = duckdb.connect(":memory:")
     known.register("records", records_table(runs))
     known.register("bench", bench_table(runs))

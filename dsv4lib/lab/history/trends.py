@@ -95,11 +95,7 @@ class Finding:
 
 
 def judge(history: History, window: int = WINDOW) -> list[Finding]:
-    """Return all findings of the newest ``window`` runs, what got worse first.
-
-    Raises:
-        DSV4Error: the package ruptures is missing.
-    """
+    """Return all findings of the newest ``window`` runs, what got worse first."""
     series = [one.newest(window) for one in history.series if len(one.at) > 1]
     found = [*_machines(series)]
     series = [_without(one, found) for one in series]

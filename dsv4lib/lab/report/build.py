@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -26,7 +26,13 @@ ORDER = (*SEVERITY, Verdict.SKIPPED, Verdict.PASSED)
 
 
 def write_report(
-    folder: Path, records: Sequence[Record], root: Path, *, missing: Sequence[str] = (), interrupted: bool = False
+    folder: Path,
+    records: Sequence[Record],
+    root: Path,
+    *,
+    missing: Sequence[str] = (),
+    interrupted: bool = False,
+    sources: Mapping[str, Path] | None = None,
 ) -> Path:
     """Write `report/` under ``folder`` and return the path of its index.
 
@@ -36,12 +42,14 @@ def write_report(
         root: the workspace, shown as "." in every path.
         missing: what a nightly lost against the one before.
         interrupted: a signal ended the command.
+        sources: folder of a record's notebook by its run id, where it is not ``folder``.
     """
     out = folder / "report"
     out.mkdir(exist_ok=True)
     clean = functools.partial(scrub, root=root)
     templates = environment()
-    shown = [Shown(record, folder, clean) for record in records]
+    places = sources or {}
+    shown = [Shown(record, places.get(record.run_id, folder), clean) for record in records]
     for index, one in enumerate(shown):
         neighbours = {
             "before": shown[index - 1] if index else None,

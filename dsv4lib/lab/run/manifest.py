@@ -41,6 +41,11 @@ class Manifest:
         executed: keys of the checks that reached a verdict of their own; filled when complete.
         baseline: True once a later run of the set may be compared with this one.
         commit, dirty, label, machine, versions: as in `records.Record`; empty in plans of an older lab.
+        shard: `i/n` where this is one part of a divided plan, else empty.
+        night: a name that its owner gave the night, by which its shards are gathered.
+        divided: this is a shard of a plan that is whole.
+        digest, planned: of the whole plan: a hash, and the names of its jobs; empty but for `./dsv4 nightly`.
+        parts: names of the runs that a gathered one was read from.
     """
 
     folder: Path
@@ -56,11 +61,23 @@ class Manifest:
     label: str = ""
     machine: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    shard: str = ""
+    night: str = ""
+    divided: bool = False
+    digest: str = ""
+    planned: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
 
     @property
     def run_id(self) -> str:
         """Name of the command: UTC time (see `_next`) and four random digits."""
         return self.folder.name
+
+    @property
+    def folders(self) -> list[Path]:
+        """Return where its records lie: in its own folder, of a gathered run in those of its parts beside it."""
+        beside = [self.folder.with_name(part) for part in self.parts if Path(part).name == part != ".."]
+        return [folder for folder in beside if folder.is_dir()] if self.parts else [self.folder]
 
     def save(self, **changes: Any) -> Manifest:
         """Write this manifest with ``changes`` and return the new one."""
@@ -126,16 +143,20 @@ def hold(folder: Path) -> FileLock:
     return lock
 
 
-def to_resume(runs: Path, set_name: str, fingerprint: str, jobs: Sequence[Job]) -> Manifest:
-    """Return the last command, if it was interrupted. Set, sources and jobs are the same.
+def alike(runs: Path, set_name: str, fingerprint: str, jobs: Sequence[Job], night: str = "") -> list[Manifest]:
+    """Return the commands with this set, these sources and jobs, and of this night, oldest first."""
+    wanted = _comparable(job.as_dict() for job in jobs)
+    same = [m for m in stored(runs) if (m.set, m.fingerprint, m.night) == (set_name, fingerprint, night)]
+    return [m for m in same if _comparable(m.jobs) == wanted]
+
+
+def to_resume(runs: Path, set_name: str, fingerprint: str, jobs: Sequence[Job], night: str = "") -> Manifest:
+    """Return the last command, if it was interrupted. Set, sources, jobs and night are the same.
 
     Raises:
         DSV4Error: there is none, or the last one is complete: its verdicts belong to it and are not used again.
     """
-    wanted = _comparable(job.as_dict() for job in jobs)
-    same = [
-        m for m in stored(runs) if m.set == set_name and m.fingerprint == fingerprint and _comparable(m.jobs) == wanted
-    ]
+    same = alike(runs, set_name, fingerprint, jobs, night)
     if not same:
         raise DSV4Error(
             f"nothing to resume: no earlier run of set {set_name} has these stages, parameters and sources; "
@@ -192,4 +213,4 @@ def shrinkage(
 
 
 def _comparable(jobs: Iterable[dict[str, Any]]) -> list[str]:
-    return [json.dumps(job, sort_keys=True) for job in jobs]
+    return sorted(json.dumps(job, sort_keys=True) for job in jobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dsv4lib import backends
@@ -106,11 +106,7 @@ def _job(
 ) -> Job:
     parameters = resolve_parameters(stage, overrides, texts)
     overrides = overrides | {name: parameters[name] for name in texts}
-    resolved, why = "", ""
-    try:
-        resolved = backends.resolve(str(parameters.get("backend", "auto")), stage.arch, stage.kernel)
-    except BackendUnavailable as error:
-        why = str(error)
+    resolved, why = _resolved(parameters, stage)
     return Job(
         name=str(number),
         stage=stage.name,
@@ -125,6 +121,20 @@ def _job(
         time_limit_s=stage.parameter_set("nightly" if negative else set_name).time_limit_s,
         stage_fingerprint=stage.fingerprint(),
     )
+
+
+def resolve_here(job: Job, stage: Stage) -> Job:
+    """Return ``job``, planned on another machine, with the back end that this one has for it."""
+    resolved, why = _resolved(job.parameters, stage)
+    return replace(job, backend=resolved, unavailable=why)
+
+
+def _resolved(parameters: Mapping[str, Any], stage: Stage) -> tuple[str, str]:
+    """The back end that runs this here; or "" and why none does."""
+    try:
+        return backends.resolve(str(parameters.get("backend", "auto")), stage.arch, stage.kernel), ""
+    except BackendUnavailable as error:
+        return "", str(error)
 
 
 def _named(jobs: list[Job]) -> list[Job]:

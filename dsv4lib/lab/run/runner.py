@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,6 +57,8 @@ class Options:
         fork: fork runs from a process with their imports (`forkserver`); without, each starts processes of its own.
         slices: of an injected fault run only the cells that its gate depends on (`slices`), and judge no other gate.
             Its record says how many cells were left out, its notebook which. A gate left green has failed.
+        deadline: monotonic time after which no job starts; those that run go on.
+        stop: asked all the time; the number of a signal has the effect of that signal, 0 has none.
     """
 
     out: Path | None = None
@@ -65,6 +67,8 @@ class Options:
     figures: bool = True
     slices: bool = False
     fork: bool = True
+    deadline: float | None = None
+    stop: Callable[[], int] | None = None
 
 
 @dataclass
@@ -122,6 +126,7 @@ def run(
     whole: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> Result:
     """Run ``jobs`` and record each.
 
@@ -132,30 +137,37 @@ def run(
         whole: every stage of the workspace, nothing changed by hand.
         resume: continue the last interrupted command with the same jobs instead of starting a new one.
         progress: where to show how it goes; silent by default.
+        described: further fields of a new manifest.
 
     Raises:
         DSV4Error: nothing to resume, or the run is still going on.
     """
     root, options = root or workspace(), options or Options()
     runs = options.out or runs_folder(root)
-    fingerprint, facts = env.source_fingerprint(), _facts(root)
+    fingerprint, own = env.source_fingerprint(), facts(root)
     if resume:
-        plan = manifest.to_resume(runs, set_name, fingerprint, jobs)
+        night = str((described or {}).get("night", ""))
+        plan = manifest.to_resume(runs, set_name, fingerprint, jobs, night)
     else:
-        plan = manifest.new(runs, set_name, fingerprint, whole, jobs, **facts)
+        plan = manifest.new(runs, set_name, fingerprint, whole, jobs, **own, **(described or {}))
     with manifest.hold(plan.folder):
-        plan = plan.save(state="running", **facts)  # a resumed command may be of another commit with the same sources
+        plan = plan.save(state="running", **own)  # a resumed command may be of another commit with the same sources
         supervisor = Supervisor(root, plan, options, progress or Progress())
         supervisor.run(jobs)
-        found = records.latest(records.load(plan.folder))
-        ordered = [found[job.name] for job in jobs if job.name in found]
-        over = not supervisor.stopped and len(ordered) == len(jobs) and all(record.finished for record in ordered)
-        plan = plan.save(state="complete" if over else "interrupted", executed=manifest.executed(ordered))
-    return Result(plan, ordered, supervisor.stopped is not None)
+        return finished(plan, jobs, supervisor.stopped is not None)
 
 
-def _facts(root: Path) -> dict[str, Any]:
-    """What each record and the plan say of sources and machine."""
+def finished(plan: manifest.Manifest, jobs: Sequence[Job], interrupted: bool) -> Result:
+    """Close the manifest of a command that is over, for now, and return its result."""
+    found = records.latest(records.load(plan.folder))
+    ordered = [found[job.name] for job in jobs if job.name in found]
+    over = not interrupted and len(ordered) == len(jobs) and all(record.finished for record in ordered)
+    plan = plan.save(state="complete" if over else "interrupted", executed=manifest.executed(ordered))
+    return Result(plan, ordered, interrupted)
+
+
+def facts(root: Path) -> dict[str, Any]:
+    """Return what each record and the plan say of sources and machine."""
     commit, dirty = env.revision()
     return {
         "commit": commit,
@@ -176,6 +188,7 @@ class Supervisor:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6
         self.memory_mb = options.memory_mb or 0.9 * total
         self.figures, self.slices, self.fork = options.figures, options.slices, options.fork
+        self.deadline, self.stop = options.deadline, options.stop
         self.gpus = devices.gpus()
         self.stopped: int | None = None
         self.active: list[Active] = []
@@ -183,24 +196,39 @@ class Supervisor:
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what has no finished record yet. On a signal end everything and record it as interrupted."""
         self._clean_up_after_a_killed_runner()
-        before = records.latest(records.load(self.plan.folder))
-        done = {name for name, record in before.items() if record.finished}
-        attempts = {job.name: before[job.name].attempt + 1 if job.name in before else 0 for job in jobs}
-        for job in jobs:
-            while self._is_taken(job.name, attempts[job.name]):
-                attempts[job.name] += 1
-        waiting = [job for job in jobs if job.name not in done]
+        waiting, attempts = self.left(jobs)
+        done = len(jobs) - len(waiting)
         self.workers = max(1, min(self.workers, len(waiting)))  # fewer notebooks than cores: more threads for each
-        with self._signals(), self.progress.showing(len(jobs), len(done)):
+        with self.signals(), self.progress.showing(len(jobs), done):
             try:
                 while (waiting or self.active) and self.stopped is None:
+                    if waiting and self.deadline is not None and time.monotonic() > self.deadline:
+                        self.progress.note(f"the time budget is spent: {len(waiting)} jobs are not started")
+                        waiting = []
                     waiting = [job for job in waiting if not self._try_start(job, attempts[job.name])]
                     for run in list(self.active):
                         self._watch(run)
+                    if self.stop is not None and self.stopped is None:
+                        self.stopped = self.stop() or None
                     self.progress.update([(a.job.name, a.cell(), time.monotonic() - a.began) for a in self.active])
                     time.sleep(POLL_S)
             finally:
                 self._end_all()
+
+    def left(self, jobs: Sequence[Job]) -> tuple[list[Job], dict[str, int]]:
+        """Return the jobs that have no finished record yet, and the number of the next attempt of each job."""
+        before = records.latest(records.load(self.plan.folder))
+        attempts = {job.name: before[job.name].attempt + 1 if job.name in before else 0 for job in jobs}
+        for job in jobs:
+            while self._is_taken(job.name, attempts[job.name]):
+                attempts[job.name] += 1
+        return [job for job in jobs if job.name not in before or not before[job.name].finished], attempts
+
+    def give_up(self, job: Job, attempt: int, verdict: Verdict, reason: str, started: datetime | None = None) -> None:
+        """Record a job that left nothing to judge, such as one whose machine was lost."""
+        now = datetime.now(UTC)
+        seconds = (now - (started or now)).total_seconds()
+        self._record(job, load(job.stage, self.root), attempt, verdict, reason, started or now, seconds)
 
     def _end_all(self) -> None:
         """End what is still active. Every run is ended even if the record of one cannot be written."""
@@ -224,9 +252,10 @@ class Supervisor:
                     shutil.rmtree(folder)
 
     def _is_taken(self, job: str, attempt: int) -> bool:
-        return self._folder(job, attempt).exists() or records.path(self.plan.folder, job, attempt).exists()
+        return self.folder(job, attempt).exists() or records.path(self.plan.folder, job, attempt).exists()
 
-    def _folder(self, job: str, attempt: int) -> Path:
+    def folder(self, job: str, attempt: int) -> Path:
+        """Return the folder of this attempt's notebook."""
         return self.plan.folder / (job if attempt == 0 else f"{job}-{attempt}")
 
     def _token(self, folder: Path) -> str:
@@ -234,7 +263,9 @@ class Supervisor:
         return f"{self.plan.run_id}/{folder.name}"
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def signals(self) -> Iterator[None]:
+        """Have signals that ask to end leave their number in ``stopped``, inside."""
+
         def stop(number: int, frame: Any) -> None:
             self.stopped = number
 
@@ -266,7 +297,7 @@ class Supervisor:
         return True
 
     def _start(self, job: Job, stage: Stage, attempt: int, device: str, lock: FileLock | None) -> Active:
-        folder = self._folder(job.name, attempt)
+        folder = self.folder(job.name, attempt)
         folder.mkdir()
         private = Path(tempfile.mkdtemp(prefix="dsv4-", dir=_short_temporary()))
         token = self._token(folder)

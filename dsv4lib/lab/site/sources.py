@@ -22,7 +22,13 @@ GROUPS = {
         *(f"data/emulator/{n}.md" for n in ("findings", "checks", "coverage")),
     ),
     "Measured": ("data/bench/*.md",),
-    "Project": ("dsv4lib/cache/README.md", "data/nano/README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    "Project": (
+        "dsv4lib/cache/README.md",
+        "dsv4lib/lab/nightly/README.md",
+        "data/nano/README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ),
 }
 
 
@@ -111,7 +117,9 @@ def executed(root: Path, wanted: str | None) -> Run:
             raise ArgumentError("--runs", wanted, f"the name of a folder in {runs.name}/ with a plan")
     ranked = sorted(stored, key=lambda one: (one.whole and one.state == "complete", one.run_id), reverse=True)
     for one in ranked:
-        notebooks = _notebooks(one.folder, shown)
+        notebooks: dict[str, Executed] = {}
+        for folder in one.folders:
+            notebooks = _notebooks(folder, shown) | notebooks
         if notebooks:
             return Run(one.run_id, notebooks)
     if wanted is not None:
