@@ -10,6 +10,7 @@ from dsv4lib import env
 from dsv4lib.dsl.block_scale_probe import TARGETS
 from dsv4lib.ops.mega_moe.faults import FAULTS
 from dsv4lib.pages.mega_moe import figures, page, rows, traffic
+from dsv4lib.pages.mega_moe.run_case import run_mega_moe
 from dsv4lib.pages.quantize import run_case as conversions
 from dsv4lib.predict import overlap
 from dsv4lib.viz.style import alt_text
@@ -33,7 +34,10 @@ def test_bytes_that_cross_are_those_that_must(run, capsys):
 
 
 def test_a_result_that_stays_at_home_is_missing(run):
+    """Bytes and numbers say so; with one rank the same kernel is right."""
     found = page.run(2, 14, 0, "SlotOfOwner").found
+    alone = run_mega_moe(run.made.as_one_rank(), FAULTS["SlotOfOwner"])
+    assert alone.clean and page.differing(found.outs, alone.outs) > 1000
     assert traffic.difference(run.made, found) == traffic.needed_bytes(run.made)["combine"]
 
 
@@ -61,6 +65,7 @@ def test_every_fault_is_seen(seed, capsys):
     found = page.faults(seed)
     assert len(found) == len(page.SHOWN) + 1 and figures.faults_table(found) == 0
     assert "scope_between_devices" in found[0][2]
+    assert [one[0] for one in page.faults(seed, watched=False) if not one[3]] == ["ReadAlone"]
     assert figures.faults_table([(*found[0][:3], False)]) == 1
     assert set(page.SHOWN) <= set(FAULTS)
 
@@ -77,6 +82,7 @@ def test_conversions():
     figure, weights, outputs = figures.losses(sample, conversions.expert(16, 256, 128, 0.02, 10.0, 0))
     assert alt_text(figure) and alt_text(figures.ratios(sample))
     assert weights["e4m3_split"].relative == weights["bf16"].relative == 0 < weights["e4m3_expand"].relative < 0.03
+    assert figures.weights_error(sample, "e4m3_split", planes=1) == weights["e4m3_expand"]
     assert weights[figures.LITERAL].cos < 0.98 < figures.weights_error(sample, "mxfp4").cos
     assert outputs["bf16"].relative < outputs["e4m3_split"].relative < outputs["e4m3_expand"].relative < 0.1
     assert outputs[figures.LITERAL].relative > 0.3

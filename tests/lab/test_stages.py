@@ -17,6 +17,7 @@ from dsv4lib.lab.stage import Stage, discover
 from dsv4lib.lab.verdicts import Verdict
 from dsv4lib.ops.compressor import faults as compressor_faults
 from dsv4lib.ops.fmha import faults as fmha_faults
+from dsv4lib.ops.mega_moe import faults as mega_moe_faults
 from dsv4lib.ops.mla_decode import faults as mla_decode_faults
 from dsv4lib.ops.mla_page_table import faults as mla_page_table_faults
 from dsv4lib.ops.moe_gemm import faults as moe_gemm_faults
@@ -35,6 +36,7 @@ FOUND_IN_KERNELS = {  # by tests of the default run that have no notebook
     *cache_case.FAULTS,  # lab/test_cache_figures.py
     *speculation_case.FAULTS,  # lab/test_speculation_figures.py
     *decode_step_case.FAULTS,  # lab/test_decode_step_figures.py
+    *mega_moe_faults.FAULTS,  # ops/mega_moe/test_op.py, lab/test_mega_moe_figures.py
     *mla_page_table_faults.FAULTS,  # ops/mla_page_table/test_op.py
     *mla_decode_faults.FAULTS,  # ops/mla_decode/test_sm100.py
     *mla_case.OWN_FAULTS,  # lab/test_mla_figures.py

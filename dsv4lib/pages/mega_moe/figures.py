@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -49,13 +50,14 @@ def variants(targets: Mapping[str, str]) -> tuple[Figure, int]:
     return figure, wrong
 
 
-def _values(sample: conversions.Sample, mode: str) -> torch.Tensor:
-    return weight_modes.dequantize(weight_modes.convert(sample.quantized, mode), torch.float64)
+def _values(sample: conversions.Sample, mode: str, planes: int | None = None) -> torch.Tensor:
+    made = weight_modes.convert(sample.quantized, mode)
+    return weight_modes.dequantize(replace(made, planes=made.planes[:planes]), torch.float64)
 
 
-def weights_error(sample: conversions.Sample, mode: str) -> conversions.Error:
-    """Compute what a conversion loses of exact NVFP4 weights."""
-    return conversions.error(_values(sample, mode), sample.values)
+def weights_error(sample: conversions.Sample, mode: str, planes: int | None = None) -> conversions.Error:
+    """Compute what a conversion loses of exact NVFP4 weights. planes: how many of its operands are added; None: all."""
+    return conversions.error(_values(sample, mode, planes), sample.values)
 
 
 def ratios(sample: conversions.Sample) -> Figure:

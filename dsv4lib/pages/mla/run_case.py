@@ -27,7 +27,18 @@ DECODE_FAULTS = {
     name: decode_faults.FAULTS[name]
     for name in ("NaturalExponent", "NoRotatedKeys", "EveryTokenCounts", "AlwaysOverwrites", "ColumnOfTile")
 }
-OWN_FAULTS = "TextsReduction", "TextsSplits", "StaleTable", "KeysNotStored"  # of this page: `combined`, `splits`, ..
+RACES = {"ValuesTooEarly": decode_faults.FAULTS["ValuesTooEarly"]}  # that only the race detector sees
+OWN_FAULTS = (  # of this page
+    "TextsReduction",  # `combined`
+    "TextsSplits",  # `figures.choice`
+    "StaleTable",  # `serving.serve`
+    "KeysNotStored",
+    "ScaleOfLatents",  # `absorption`
+    "AlignedExample",  # `claims.table`
+    "NoCheck",  # `troubleshooting.table`
+    "LostTest",  # `rows.table`
+    "Harmless",  # `kernel_faults`
+)
 PAGE_OF_TABLES = 16
 TOKENS = 60, 33, 1, 77  # of the requests of `tables`
 IDS, STARTS = (3, -1, 0, 1), (16, 0, 0, 0)
@@ -83,8 +94,13 @@ class Absorbed(NamedTuple):
     heads: int
 
 
-def absorption(heads: int, tokens: int, seed: int, nope: int = 128, latent: int = 512, rope: int = 64) -> Absorbed:
-    """Attend once with keys and values of every head, once with latents alone, in fp64."""
+def absorption(
+    heads: int, tokens: int, seed: int, nope: int = 128, latent: int = 512, rope: int = 64, fault: str = "none"
+) -> Absorbed:
+    """Attend once with keys and values of every head, once with latents alone, in fp64.
+
+    ``fault``: "ScaleOfLatents" scales logits by the dims of the absorbed query, not by those of a head's.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normals(*shape: int) -> Tensor:
@@ -98,7 +114,8 @@ def absorption(heads: int, tokens: int, seed: int, nope: int = 128, latent: int 
     whole = torch.einsum("ht,htn->hn", logits.softmax(-1), values)
     q_nope = torch.einsum("hn,hnl->hl", q, w_uk)  # absorbed: 512 dims
     given = q_nope[None], q_pe[None], torch.cat((c, r), -1)[None]
-    o = oracle.mla_decode(*given, torch.tensor([tokens]).int(), torch.zeros(1, 1).int(), scale).out[0]
+    used = (latent + rope) ** -0.5 if fault == "ScaleOfLatents" else scale
+    o = oracle.mla_decode(*given, torch.tensor([tokens]).int(), torch.zeros(1, 1).int(), used).out[0]
     back = torch.einsum("hl,hnl->hn", o.double(), w_uv)
     return Absorbed(float((back - whole).abs().max() / whole.abs().max()), heads)
 
@@ -125,14 +142,14 @@ def requests(length: int, heads: int, page: int, seed: int) -> Case:
 
 
 def attend(one: Case, backend: str, splits: int = 1, fault: str = "none") -> Attended:
-    """Run `mla_decode`; ``fault``: one of `DECODE_FAULTS`, or "none"."""
+    """Run `mla_decode`; ``fault``: one of `DECODE_FAULTS` or `RACES`, or "none"."""
     found: list[Tensor] = []
     given = one.to(backends.device(backend))
     with backends.emulating(ARCH):
         hazards = injected.run(
             backend,
             lambda: found.extend(decode_op.mla_decode(*given, num_kv_splits=splits, backend=backend)),
-            (blackwell, "MlaDecode", DECODE_FAULTS.get(fault, MlaDecode)),
+            (blackwell, "MlaDecode", (DECODE_FAULTS | RACES).get(fault, MlaDecode)),
         )
     out, lse = (x.cpu() for x in found)
     want = oracle.mla_decode(*one, decode_op.SM_SCALE)
@@ -190,8 +207,8 @@ class Found(NamedTuple):
     seen: bool
 
 
-def kernel_faults(backend: str) -> list[Found]:
-    """Run every fault of the kernels on a small case."""
+def kernel_faults(backend: str, fault: str = "none") -> list[Found]:
+    """Run every fault of the kernels on a small case; ``fault`` "Harmless": as one of them the kernel as it is."""
     found = []
     for name in TABLE_FAULTS:
         one = tables(backend, 0, name)
@@ -199,7 +216,7 @@ def kernel_faults(backend: str) -> list[Found]:
         shown = f"{one.mismatches} entries differ; {one.misaligned} of 300 misaligned tokens are found"
         found.append(Found("mla_page_table", name, shown, seen))
     one = requests(70, 4, 16, 3)
-    for name in DECODE_FAULTS:
+    for name in (*DECODE_FAULTS, *(["Harmless"] if fault == "Harmless" else [])):
         ratio = error_over_torch(one, attend(one, backend, fault=name))
         found.append(Found("mla_decode", name, f"error {ratio:.1f} times torch's", not ratio <= 2))
     return found
