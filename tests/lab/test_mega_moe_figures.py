@@ -65,7 +65,7 @@ def test_every_fault_is_seen(seed, capsys):
     found = page.faults(seed)
     assert len(found) == len(page.SHOWN) + 1 and figures.faults_table(found) == 0
     assert "scope_between_devices" in found[0][2]
-    assert [one[0] for one in page.faults(seed, watched=False) if not one[3]] == ["ReadAlone"]
+    assert [one[0] for one in page.faults(seed, watched=False) if not one[3]] == ["CountOfOneDevice"]
     assert figures.faults_table([(*found[0][:3], False)]) == 1
     assert set(page.SHOWN) <= set(FAULTS)
 
