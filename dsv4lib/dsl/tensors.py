@@ -19,6 +19,7 @@ import torch
 from dsv4lib.dsl.kv_entry import page_divisor
 from dsv4lib.errors import ArgumentError
 
+WIDEST = 128  # bytes: what every copy's alignment divides
 TORCH = {
     cutlass.BFloat16: torch.bfloat16,
     cutlass.Float16: torch.float16,
@@ -62,6 +63,24 @@ def divisor(number: int) -> Divisor:
     return Divisor(cutlass.Int32(number), cutlass.Uint32(multiplier), cutlass.Int32(shift))
 
 
+def strides_of(x: torch.Tensor) -> tuple[int, ...]:
+    """Return strides of a tensor as kernels and TMA descriptors get them, in elements.
+
+    That of an extent of 1 says nothing and may be any number in torch. It becomes what follows the dimensions after it,
+    on `WIDEST` bytes; in the last dimension 1. Other strides are the tensor's.
+    """
+    if 1 not in x.shape:
+        return x.stride()
+    unit, reach = WIDEST // x.element_size(), 1
+    found: list[int] = []
+    for extent, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if extent == 1:
+            stride = -(-reach // unit) * unit if found else 1
+        found.append(stride)
+        reach = max(reach, extent * stride)
+    return tuple(reversed(found))
+
+
 class DeviceTensor:
     """A torch tensor as compiled host code reads it. Pointer, every extent (int32), every stride but the last (int64).
 
@@ -70,14 +89,14 @@ class DeviceTensor:
     Attributes:
         source: the torch tensor; its last stride is 1.
         element_type: the DSL's type of an element.
-        data_ptr, shape, stride: of the source; strides in elements.
+        data_ptr, shape: of the source. stride: see `strides_of`.
     """
 
     __slots__ = ("__weakref__", "_memory", "data_ptr", "element_type", "shape", "source", "stride")
 
     def __init__(self, source: torch.Tensor, element_type: Any) -> None:
         self.source, self.element_type = source, element_type
-        self.data_ptr, self.shape, self.stride = source.data_ptr(), tuple(source.shape), source.stride()
+        self.data_ptr, self.shape, self.stride = source.data_ptr(), tuple(source.shape), strides_of(source)
         self._memory: Any = None
 
     def __repr__(self) -> str:
@@ -157,6 +176,13 @@ def leaf_bytes(value: Any) -> bytes:
     return number.pack(value.value)
 
 
+def starts_on(x: torch.Tensor, align: int) -> bool:
+    """Tell whether the tensor and all its rows start on ``align`` bytes."""
+    size = x.element_size()
+    steps = (step for step, extent in zip(x.stride()[:-1], x.shape, strict=False) if extent > 1)
+    return not (x.data_ptr() % align or any(step * size % align for step in steps))
+
+
 def wrap(name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: int = 0) -> Any:
     """Wrap ``x``, of this type and shape, for a launch. None: any extent; rows must be on ``align`` bytes.
 
@@ -169,19 +195,12 @@ def wrap(name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: in
         raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
     if 0 in x.shape:
         raise ArgumentError(f"{name}.shape", tuple(x.shape), "no extent 0")
-    if x.stride(-1) != 1:
-        if x.shape[-1] > 1:
-            raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
-        x = x.as_strided(x.shape, (*x.stride()[:-1], 1))  # of one element any stride says the same
-    size = x.element_size()
-    align = align or size
-    if 0 in x.stride():  # CuTe takes it for a static one, and the kernel was compiled with dynamic ones
-        if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
-            raise ArgumentError(f"{name}.stride()", x.stride(), "no stride 0: an expanded tensor must be copied")
-        x = x.as_strided(x.shape, [stride or align // size for stride in x.stride()])
-    if x.data_ptr() % align or any(
-        stride * size % align for stride, extent in zip(x.stride()[:-1], x.shape, strict=False) if extent > 1
-    ):
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
+    if 0 in x.stride() and any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True)):
+        raise ArgumentError(f"{name}.stride()", x.stride(), "no stride 0: an expanded tensor must be copied")
+    align = align or x.element_size()
+    if not starts_on(x, align):
         raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
     return DeviceTensor(x, dtype)
 

@@ -1,5 +1,8 @@
 """Refuse outputs in memory that a launch reads or writes elsewhere. Every CTA would see what another has written.
 
+An output whose own elements share memory (an expanded one) is refused too: which of them stays is not defined. Inputs
+may be so.
+
 Two tensors overlap if they have a byte in common. The answer is exact where their extents are apart, and for rows of
 the same pitch at other columns of one buffer (of a fused projection, of pages that layers share). Anything else whose
 extents have bytes in common counts as overlapping.
@@ -47,6 +50,19 @@ def span(x: Tensor) -> Span:
             return Span(start, size, block, 0)
         reach = stride * item * extent
     return Span(start, size, block, pitch)
+
+
+def meets_itself(x: Tensor) -> bool:
+    """Return whether two elements of a tensor have, or may have, memory in common.
+
+    Each dimension must step over all that the closer ones reach; anything else counts as overlapping.
+    """
+    reach = 0  # of the dimensions so far, in elements from the first to the last
+    for stride, extent in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return x.numel() > 0
+        reach += (extent - 1) * stride
+    return False
 
 
 def meet(a: Span, b: Span) -> bool:
@@ -99,6 +115,11 @@ class Overlaps:
         Raises:
             ArgumentError: an output overlaps another argument, which the op does not allow, or itself.
         """
+        for out in self._written:
+            x = args[out]
+            if isinstance(x, Tensor) and not x.is_contiguous() and meets_itself(x):
+                allowed = "a stride past what closer dimensions reach: elements with memory of their own"
+                raise ArgumentError(f"{self._names[out]}.stride()", x.stride(), allowed)
         spans: dict[int, Span] = {}
         for out, other in self.pairs(args):
             a, b = args[out], args[other]

@@ -191,7 +191,7 @@ def _dense(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]
     if not isinstance(rows, torch.Tensor) or rows.dim() != 3 or rows.shape[0] != tokens:
         raise ArgumentError("entries.rows", tuple(getattr(rows, "shape", ())), f"[{tokens}, K, D] where first is None")
     width = rows.shape[1]
-    if rows.stride(0) != width * rows.stride(1):
+    if tokens > 1 and width > 1 and rows.stride(0) != width * rows.stride(1):
         raise ArgumentError("entries.rows.stride()", rows.stride(), "each token's rows after those of the last")
     first = torch.arange(0, tokens * width, width, dtype=torch.int32, device=rows.device)
     return rows.flatten(0, 1), first

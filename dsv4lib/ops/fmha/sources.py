@@ -129,9 +129,10 @@ def _flat(name: str, pool: Tensor | Fp8Pages) -> tuple[Tensor, int]:
     if pool.numel() == 0:
         pool = pool.new_empty(math.prod(pool.shape[:-1]), pool.shape[-1])
     while pool.dim() > 2:
-        if pool.stride(-3) != pool.shape[-2] * pool.stride(-2):
+        pages, page = pool.shape[-3:-1]
+        if pages > 1 and page > 1 and pool.stride(-3) != page * pool.stride(-2):
             raise ArgumentError(f"{name}.stride()", pool.stride(), "pages that follow each other without a gap")
-        pool = pool.flatten(-3, -2)
+        pool = pool.flatten(-3, -2)  # of an extent of 1 the stride says nothing
     return pool, 0
 
 

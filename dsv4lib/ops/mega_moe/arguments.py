@@ -7,7 +7,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, starts_on, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.mega_moe.kernel import Here, MegaMoe, Workspace
 from dsv4lib.ops.moe_gemm.arguments import PADDED_ALIGN
@@ -85,7 +85,7 @@ def weights(name: str, given: Any, experts: int, features: int, k: int) -> Opera
     codes, scales = given
     blocks = -(-features // 128) * (k // 128)
     wrapped = wrap(f"{name}.codes", codes, U8, (experts, features, k // 2), WIDE)
-    if (codes.data_ptr() | codes.stride(0) | codes.stride(1)) % PADDED_ALIGN:
+    if not starts_on(codes, PADDED_ALIGN):
         raise ArgumentError(f"{name}.codes.stride()", codes.stride(), f"rows that start on {PADDED_ALIGN} bytes")
     wrap(f"{name}.scales", scales, U8, (experts, blocks * 512), WIDE)
     return Operand(wrapped, wrap(f"{name}.scales", scales.view(experts, blocks, 512), U8, (None, None, None), WIDE))

@@ -13,7 +13,7 @@ import cutlass
 import torch
 
 from dsv4lib.dsl import umma
-from dsv4lib.dsl.tensors import DeviceTensor, Fakes, wrap
+from dsv4lib.dsl.tensors import DeviceTensor, Fakes, starts_on, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.moe_gemm.config import TILE_M
 from dsv4lib.ops.moe_gemm.epilogue import Outputs
@@ -131,7 +131,7 @@ def launch_args(kernel: MoeGemm, call: Gemm, grid: int, stream: int = 0) -> tupl
     if k % kernel.k_multiple or w.shape[2] * 8 // m.w_bits != k:
         allowed = f"the same K, a multiple of {kernel.k_multiple}"
         raise ArgumentError("x, w", (tuple(call.x.shape), tuple(call.w.shape)), allowed)
-    if m.w_bits != m.x_bits and (w.data_ptr() | w.stride(0) | w.stride(1)) % PADDED_ALIGN:
+    if m.w_bits != m.x_bits and not starts_on(w, PADDED_ALIGN):
         raise ArgumentError("w.stride()", w.stride(), f"rows that start on {PADDED_ALIGN} bytes: TMA unpacks E2M1")
     step = 32 if kernel.swiglu else 16
     if kernel.quantised:

@@ -21,10 +21,12 @@ from dsv4lib.dsl.tensors import DeviceTensor, leaf_bytes, leaves
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.common import native, plans, replay, schema
-from dsv4lib.ops.common.overlap import Overlaps, meet, span
+from dsv4lib.ops.common.overlap import Overlaps, meet, meets_itself, span
 from dsv4lib.ops.common.requests import plan as requests_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Weights, compressor
 from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
+from dsv4lib.ops.mla_decode import inputs
+from dsv4lib.ops.mla_decode.op import mla_decode
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm, rmsnorm
 from dsv4lib.ops.topk.op import topk
@@ -386,6 +388,39 @@ def test_tensors_that_have_a_byte_in_common_meet(one, two):
     pitch, ahead = one[4], two[0] - one[0]
     if pitch == two[4] and min(one[1], two[1]) > 1 and one[3] <= ahead and ahead + two[3] <= pitch:
         assert not meet(span(a), span(b)) and not meet(span(b), span(a))  # other columns of the same rows
+
+
+STRIDES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), min_size=1, max_size=3)
+
+
+@EXAMPLES
+@given(STRIDES)
+def test_elements_that_share_memory_are_never_missed(dims):
+    x = torch.arange(64).as_strided([extent for extent, _ in dims], [stride for _, stride in dims])
+    if len(x.flatten().unique()) < x.numel():
+        assert meets_itself(x)
+    nested = torch.zeros([extent + 1 for extent, _ in dims])
+    assert not meets_itself(nested) and not meets_itself(nested[..., ::2].transpose(0, -1))
+
+
+@pytest.mark.parametrize("steps", [(512, 512, 1), (3 * 512 - 1, 512, 1), (1536, 256, 1)], ids=str)
+def test_an_output_that_overlaps_itself_is_refused_by_name(steps):
+    """Rows that begin inside another, on every back end; expanded ones are refused before."""
+    one, words = inputs.case([5, 9], 3, 16), r"^out\.stride\(\)=.*elements with memory of their own"
+    for backend in ("reference", "emulator"):
+        out = torch.zeros(9 * 512).bfloat16().as_strided((2, 3, 512), steps)
+        with pytest.raises(ArgumentError, match=words):
+            mla_decode(*one, out=out, backend=backend)
+    apart = torch.zeros(9 * 512).bfloat16().as_strided((2, 3, 512), (512, 1024, 1))  # heads hold requests
+    assert torch.equal(mla_decode(*one, out=apart, backend="reference").out, mla_decode(*one, backend="reference").out)
+
+
+def test_only_outputs_must_not_overlap_themselves():
+    alike, op = torch.zeros(1, 4).expand(3, 4), Overlaps(("out", "x"), (0,))
+    op.check((torch.zeros(3, 4), alike))
+    with pytest.raises(ArgumentError, match=r"^out\.stride\(\)=\(0, 1\)"):
+        op.check((alike, torch.zeros(3, 4)))
+    op.check((None, alike))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.fmha.inputs import case, paged
 from dsv4lib.ops.fmha.op import Fp8Pages, Gathered, Ring, fmha
+from dsv4lib.ops.fmha.sources import _flat
 from dsv4lib.pages.fmha.run_op import op_arguments
 
 ONE = case(4, [70, 33], [20, 100])
@@ -106,3 +107,12 @@ def test_unusual_arguments_are_computed_right(name):
     (o, lse), wanted = (fmha(**given, backend=backend) for backend in ("emulator", "reference"))
     torch.testing.assert_close(o, wanted[0], rtol=2e-2, atol=2e-2, equal_nan=True)
     torch.testing.assert_close(lse, wanted[1], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_the_stride_of_one_page_or_of_pages_of_one_row_says_nothing():
+    pool = torch.randn(4, 64)
+    for shape, steps in (((1, 4, 64), (7, 64, 1)), ((4, 1, 64), (64, 7, 1))):
+        rows, page = _flat("pool", pool.as_strided(shape, steps))
+        assert torch.equal(rows, pool) and rows.data_ptr() == pool.data_ptr() and page == 0
+    with pytest.raises(ArgumentError, match="without a gap"):
+        _flat("pool", torch.randn(2, 3, 64)[:, :2])
