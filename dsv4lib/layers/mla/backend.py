@@ -122,6 +122,8 @@ class MLABackend:
     ) -> None:
         """Allocate what captured steps read, for batches up to ``max_bs`` and the longest context.
 
+        A delegate that has this method gets ``max_bs`` and ``max_num_tokens`` too, for the steps that it serves.
+
         Args:
             max_bs: requests. max_num_tokens: tokens of a step, at least one a request; decode has no more.
             block_kv_indices: int32 [max_bs or more, N] to use as page table, filled with 1; None: a new one.
@@ -140,6 +142,8 @@ class MLABackend:
                 allowed = f"int32 [{max_bs} or more, a multiple of {pack} that is at least {width}]"
                 raise ArgumentError("block_kv_indices", f"{table.dtype}{list(table.shape)}", allowed)
             width, table = table.shape[1], table[:max_bs]
+        if (prepare := getattr(self.delegate, "init_cuda_graph_state", None)) is not None:
+            prepare(max_bs, max_num_tokens or max_bs)
         self.graph_metadata = make(self.config, max_bs, width, self.req_to_token.device, PAGE_FILL, table)
 
     def init_forward_metadata_capture_cuda_graph(

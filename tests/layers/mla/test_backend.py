@@ -358,6 +358,19 @@ class Spy:
         return lambda *given, **options: self.asked.append(name)
 
 
+class Captured:
+    """A delegate that can be captured, if its buffers were made before."""
+
+    def __init__(self):
+        self.buffers = None
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        self.buffers = max_bs, max_num_tokens
+
+    def init_forward_metadata_capture_cuda_graph(self, bs, num_tokens, *given):
+        assert (bs, num_tokens) <= self.buffers
+
+
 def test_routes():
     ours = [mode for mode in ForwardMode if ROUTES[mode] is Route.OURS]
     assert ours == [ForwardMode.DECODE, ForwardMode.IDLE]
@@ -379,6 +392,23 @@ def test_everything_else_goes_to_the_delegate():
     names = ["init_forward_metadata", "forward_extend"]
     graphs = [f"init_forward_metadata_{name}_cuda_graph" for name in ("capture", "replay")]
     assert spy.asked == [*names, *names, *graphs] and server.mla.forward_metadata is None
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(None, (4, 4)), (12, (4, 12))])
+def test_a_delegate_makes_its_buffers_too(tokens, wanted):
+    """Before a capture of steps that it serves; our own buffers are there as well, and refused calls make none."""
+    delegate = Captured()
+    server = Server([70, 33], delegate=delegate)
+    with pytest.raises(ArgumentError, match="max_bs"):
+        server.mla.init_cuda_graph_state(4, 3)
+    assert delegate.buffers is None
+    server.mla.init_cuda_graph_state(4, tokens)
+    assert delegate.buffers == wanted and server.mla.graph_metadata.batch == 4
+    given = torch.tensor([0]), torch.tensor([70])
+    server.mla.init_forward_metadata_capture_cuda_graph(1, 3, *given, None, ForwardMode.TARGET_VERIFY)
+    alone = Server([70, 33])
+    alone.mla.init_cuda_graph_state(4)
+    assert not hasattr(alone.mla.delegate, "init_cuda_graph_state") and alone.mla.graph_metadata.batch == 4
 
 
 def test_rows_of_decode_are_not_captured():
