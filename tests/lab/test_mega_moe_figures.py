@@ -2,12 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4lib import env
 from dsv4lib.dsl.block_scale_probe import TARGETS
+from dsv4lib.errors import DSV4Error
 from dsv4lib.ops.mega_moe.faults import FAULTS
 from dsv4lib.pages.mega_moe import figures, page, rows, traffic
 from dsv4lib.pages.mega_moe.run_case import run_mega_moe
@@ -44,13 +47,31 @@ def test_a_result_that_stays_at_home_is_missing(run):
 def test_what_comes_first(run):
     """Counts before the rows that they announce, rows before products, products before results."""
     times = {(one.rank, one.region): one.times for one in traffic.crossings(run.found)}
-    layers = {(one.rank, one.layer): one.times for one in traffic.products(run.found)}
+    layers = {(one.rank, one.layer): one.times for one in traffic.products(run.made, run.found)}
     for rank in range(2):
         assert times[1 - rank, "counts"].min() < times[rank, "x"].min() < layers[rank, "L2"].max()
         assert layers[rank, "L1"].max() < layers[rank, "L2"].max()
         assert times[rank, "combine"].min() > layers[rank, "L2"].min()
-    assert 0 <= figures.hidden_share(run.found) < 1
-    assert alt_text(figures.timeline(run.found)).count("rank 1") >= 5
+    assert 0 <= figures.hidden_share(run.made, run.found) < 1
+    assert alt_text(figures.timeline(run.made, run.found)).count("rank 1") >= 5
+
+
+def test_products_are_told_by_the_weights_of_their_steps(run):
+    """As many MMAs a layer as its tiles take; the layers of weights that are exchanged are exchanged."""
+    made, layout, tile = run.made, run.made.layout, run.found.kernel.tile_n
+    counted = {(one.rank, one.layer): len(one.times) for one in traffic.products(made, run.found)}
+    routes = torch.cat([one.topk_idx for one in made.ranks]).flatten()
+    for rank in range(2):
+        counts = [int((routes == e).sum()) for e in range(rank * layout.local, (rank + 1) * layout.local)]
+        tiles = sum(-(-count // tile) for count in counts)  # of tokens; 128 features each, 4 MMAs for 128 of K
+        assert counted[rank, "L1"] == tiles * (2 * layout.intermediate // 128) * (layout.hidden // 128) * 4
+        assert counted[rank, "L2"] == tiles * (layout.hidden // 128) * (layout.intermediate // 128) * 4
+    other = traffic.products(replace(made, l1=made.l2, l2=made.l1), run.found)
+    assert {(one.rank, one.layer): len(one.times) for one in other} == {
+        (rank, {"L1": "L2", "L2": "L1"}[layer]): count for (rank, layer), count in counted.items()
+    }
+    with pytest.raises(DSV4Error, match="MMAs for 0 boxes"):
+        traffic.products(replace(made, l1=made.l1[::-1], l2=made.l2[::-1]), run.found)
 
 
 def test_the_same_bits_however_it_runs(run):

@@ -117,7 +117,7 @@ def crossing_table(made: traffic.Case, found: Outcome) -> int:
     return traffic.difference(made, found)
 
 
-def timeline(found: Outcome) -> Figure:
+def timeline(made: traffic.Case, found: Outcome) -> Figure:
     """Draw what crosses devices and when the tensor cores work, of all ranks on one clock."""
     kinds = {"counts": "routes and counts", "routes": "routes and counts"}
     kinds |= dict.fromkeys(traffic.DISPATCH, "tokens pulled") | dict.fromkeys(
@@ -126,7 +126,7 @@ def timeline(found: Outcome) -> Figure:
     times: dict[tuple[int, str], list[np.ndarray]] = {}
     for one in traffic.crossings(found):
         times.setdefault((one.rank, kinds[one.region]), []).append(one.times)
-    for product in traffic.products(found):
+    for product in traffic.products(made, found):
         times.setdefault((product.rank, product.layer), []).append(product.times)
     everything = np.concatenate([x for parts in times.values() for x in parts])
     width = max(1, int((everything.max() - everything.min()) / 250))
@@ -139,9 +139,9 @@ def timeline(found: Outcome) -> Figure:
     return viz.timeline.timeline(tracks, "one launch a device, all devices on one clock", _COLOURS)
 
 
-def hidden_share(found: Outcome) -> float:
+def hidden_share(made: traffic.Case, found: Outcome) -> float:
     """Compute the share of pulled rows that came after the first product of their rank: dispatch under GEMMs."""
-    first = {one.rank: one.times.min() for one in traffic.products(found) if one.layer == "L1"}
+    first = {one.rank: one.times.min() for one in traffic.products(made, found) if one.layer == "L1"}
     rows_pulled = [one for one in traffic.crossings(found) if one.region == "x"]
     after = sum(int((one.times > first[one.rank]).sum()) for one in rows_pulled)
     return after / sum(len(one.times) for one in rows_pulled)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from dsv4lib.errors import DSV4Error
 from dsv4lib.ops.mega_moe.inputs import Case
 from dsv4lib.pages.mega_moe.run_case import Outcome
 
@@ -90,16 +93,33 @@ class Product(NamedTuple):
     times: np.ndarray
 
 
-def products(found: Outcome) -> list[Product]:
-    """List when each rank's tensor cores worked, L1 and L2 apart.
+def products(made: Case, found: Outcome) -> list[Product]:
+    """List when each rank's tensor cores worked, L1 and L2 apart, in a run with ``trace=True``.
 
-    The k extents tell them: L2 comes after L1 in the code, and has MMAs of other PTX lines.
+    A K step takes one box of weights, and a CTA's steps are multiplied in the order in which their boxes were asked
+    for. So the tensor that a step's box comes from says which layer its MMAs belong to.
+
+    Raises:
+        DSV4Error: MMAs that are no whole number for each box of weights.
     """
     out = []
     for rank, trace in enumerate(found.traces):
-        mmas, times = trace.mmas, trace.common(trace.mmas["time"])
-        lines = np.unique(mmas["line"])
-        half = lines[: -(-len(lines) // 2)]
-        first = np.isin(mmas["line"], half)
-        out += [Product(rank, "L1", times[first]), Product(rank, "L2", times[~first])]
+        layers = {"L1": made.l1[rank].codes, "L2": made.l2[rank].codes}
+        of_tensor = [_holder(layers, tensor.address) for tensor in trace.tensors]
+        weights = trace.boxes[np.isin(trace.boxes["tensor"], [i for i, name in enumerate(of_tensor) if name])]
+        mmas = np.sort(trace.mmas, order="op")
+        times, labels = trace.common(mmas["time"]), np.empty(len(mmas), "U2")
+        for cta in np.unique(mmas["cta"]):
+            steps = np.sort(weights[weights["cta"] == cta], order="op")["tensor"]
+            mine = mmas["cta"] == cta
+            if not len(steps) or mine.sum() % len(steps):
+                raise DSV4Error(f"CTA {cta} of rank {rank}: {mine.sum()} MMAs for {len(steps)} boxes of weights")
+            labels[mine] = np.repeat([of_tensor[tensor] for tensor in steps], mine.sum() // len(steps))
+        out += [Product(rank, name, times[labels == name]) for name in layers]
     return [one for one in out if len(one.times)]
+
+
+def _holder(tensors: Mapping[str, Tensor], address: int) -> str:
+    """Return the name of the tensor that has an address; "" if none has."""
+    inside = (name for name, x in tensors.items() if x.data_ptr() <= address < x.data_ptr() + x.nbytes)
+    return next(inside, "")

@@ -358,7 +358,7 @@ class Spy:
         return lambda *given, **options: self.asked.append(name)
 
 
-class Captured:
+class Delegate:
     """A delegate that can be captured, if its buffers were made before."""
 
     def __init__(self):
@@ -397,7 +397,7 @@ def test_everything_else_goes_to_the_delegate():
 @pytest.mark.parametrize(("tokens", "wanted"), [(None, (4, 4)), (12, (4, 12))])
 def test_a_delegate_makes_its_buffers_too(tokens, wanted):
     """Before a capture of steps that it serves; our own buffers are there as well, and refused calls make none."""
-    delegate = Captured()
+    delegate = Delegate()
     server = Server([70, 33], delegate=delegate)
     with pytest.raises(ArgumentError, match="max_bs"):
         server.mla.init_cuda_graph_state(4, 3)
