@@ -130,6 +130,11 @@ class SymmetricBuffer:
         one = self.layout
         return self._region("combine", torch.bfloat16, one.topk, one.max_tokens, one.hidden)
 
+    @property
+    def lost(self) -> Tensor:
+        """View the number of routes that found no room, int32 [], over all calls. Calls with such wrote NaN."""
+        return self.state[self.layout.lost]
+
     def stage(self, x: Tensor, x_scale: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> int:
         """Copy this rank's tokens to where peers read them; what is there already is not copied.
 

@@ -2,7 +2,8 @@
 
 A warp has an expert at a time: it reads all routes of this rank, 32 at once, and numbers those to its expert by a
 ballot, so that their order is that of (token, slot). It stores their numbers to the owner's `routes`, then releases
-their count, with the epoch beside it, as one 64-bit word.
+their count, with the epoch beside it, as one 64-bit word. `routes` has room for max_tokens of a rank to an expert; more
+there are only where a token names an expert twice. Those are lost: they are counted, and the rank's output is NaN.
 
 An owner numbers its rows by expert, then rank, then route: so a result does not depend on who came first. Row n of all
 is pulled by lane n mod 4 of the dispatch warp of CTA n / 4 mod g: codes and scales come by bulk copies from the peer to
@@ -20,7 +21,7 @@ from cutlass import Float32, Int32, Int64
 from dsv4lib.dsl import bulk
 from dsv4lib.ops.mega_moe import symmetric
 from dsv4lib.ops.mega_moe.layers import Memory, Routed
-from dsv4lib.ops.mega_moe.layout import HALVES, ROW_BLOCK, STEP, Layout
+from dsv4lib.ops.mega_moe.layout import HALVES, LOST, ROW_BLOCK, STEP, Layout
 
 LANES = 32
 SLOTS = 4  # rows that a dispatch warp has in flight
@@ -80,14 +81,21 @@ class Dispatch:
             if here != 0 and place < most:
                 symmetric.store_word(target + Int64(place) * 4, route)
             count = count + cute.arch.popc(found)
-        count = cutlass.min(count, Int32(most))
+        lost = cutlass.max(count - most, Int32(0))
+        count = count - lost
         cute.arch.sync_warp()
         if lane == 0:
+            if lost > 0:
+                symmetric.add(mem.state + Int64(4 * layout.lost), lost, "relaxed.gpu")
             sent = mem.state + Int64(4 * layout.sent) + Int64(expert) * 8
-            symmetric.store_flag(sent, count, mem.epoch, "relaxed.gpu")  # all that it says is in it
+            symmetric.store_flag(sent, self.marked(count, lost), mem.epoch, "relaxed.gpu")  # all it says is in it
             word = (half * layout.world + mem.rank) * layout.local + own
             flag = peer + offsets["counts"] + Int64(word) * 8
             symmetric.store_flag(flag, count, mem.epoch, self.count_semantics())
+
+    def marked(self, count: Int32, lost: Int32) -> Int32:
+        """Return the count of routes that were sent, with a mark if others found no room."""
+        return count + cutlass.select_(lost > 0, Int32(LOST), Int32(0))
 
     def goes_to(self, index: Int64, expert: Int32) -> cutlass.Boolean:
         """Tell whether a route is to this expert; -1 is to none."""

@@ -19,8 +19,8 @@ released and acquired at .gpu scope. The last CTA to leave sets all counters bac
 Order. All warps publish; a warp a CTA waits for the counts; then each goes by its role. The dispatch warps pull the
 rows expert after expert, ahead of the GEMMs, which wait for one expert at a time: pulling e + 1 is hidden under the
 products of e. L1 of all experts comes before L2 of the first; no tile waits for a later one, so with all CTAs
-resident (a CTA an SM, grid <= SMs) nothing can hang but on a rank that does not take part.
-Nothing but the grid's size makes them resident: another kernel that waits for a rank must not share the GPU.
+resident nothing can hang but on a rank that does not take part. The launch is cooperative: a grid that the device
+cannot hold at once is refused, and no CTA starts before all can.
 
 Roles (7 warps, 224 threads)
 
@@ -196,7 +196,7 @@ class MegaMoe(Dispatch, Combine):
         first = self.first.sources(*l1, mX, mXs)
         second = self.second.sources(*l2, mH, mHs)
         self.kernel(first, second, workspace, here, mOut, limit).launch(
-            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
         )
 
     # ---------------------------------------------------------------- device

@@ -34,6 +34,7 @@ STEP = 128  # what H and I are multiples of: features of a tile, elements of a K
 BULK = 16  # bytes: what a bulk copy moves is a multiple
 MAX_RANKS, MAX_K, MAX_EXPERTS = 32, 16, 1024
 HALVES = 2  # of counts and routes
+LOST = 1 << 30  # added to the count of a rank's own routes to an expert: some found no room
 
 
 def ceil_to(x: int, unit: int) -> int:
@@ -150,4 +151,9 @@ class Layout:
     @property
     def state_words(self) -> int:
         """Words of the state."""
+        return self.lost + 1
+
+    @property
+    def lost(self) -> int:
+        """Word that counts routes of this rank that found no room, over all calls."""
         return self.sent + 2 * self.experts

@@ -56,7 +56,8 @@ def mega_moe(
         x: uint8 [T, H], E4M3 codes of this rank's tokens, T at most buffer.layout.max_tokens.
         x_scale: uint8 [T, H / 32], their UE8M0 scales, row after row.
         topk_idx: int64 or int32 [T, k], experts 0 .. E - 1 of all ranks, each once a token; any other number (-1) is
-            no expert. On a GPU this is not checked: of a rank's rows an expert drops those past max_tokens.
+            no expert. On a GPU this is not checked: an expert has room for max_tokens rows of a rank. A call with more
+            writes NaN to all of this rank's tokens, and ``buffer.lost`` counts them.
         topk_weights: fp32 [T, k].
         l1: MXFP4 of this rank's experts, [E / W, 2 I, H / 2], 8 rows of gate and up each alternating, and their scales
             [E / W, bytes], swizzled (`formats.scale_swizzle`).
@@ -73,6 +74,7 @@ def mega_moe(
     Raises:
         ArgumentError: an argument of a wrong type, shape or value; "reference" with several ranks.
         BackendUnavailable: see `backends.resolve`.
+        LaunchFailed: the GPU cannot hold all CTAs at once, which wait for each other (a cooperative launch).
     """
     one = buffer.layout
     tokens = buffer.stage(x, x_scale, topk_idx, topk_weights)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dsv4lib import emulator
+from dsv4lib.check import compare
 from dsv4lib.emulator.checks.kinds import KINDS
+from dsv4lib.emulator.driver.config import LaunchRefused
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer, bench, mega_moe
@@ -139,6 +141,39 @@ def test_indices_that_are_no_expert():
         made.ranks[rank].topk_idx[2, index & 1] = index
     outcome = run_mega_moe(made)
     assert outcome.clean, outcome.findings()
+
+
+class LostInSilence(MegaMoe):
+    """A rank is not told that routes found no room."""
+
+    def marked(self, count, lost):
+        """See `Dispatch.marked`."""
+        return count  # WRONG: and the mark
+
+
+def test_routes_without_room_are_counted_and_seen():
+    """Two slots of every token name one expert: half finds no room. The rank's output is NaN, others' and the next are
+    right.
+    """
+    made = case(TWO, [24, 9], seed=8, masked=0.0)
+    made.ranks[0].topk_idx[:] = 1
+    good = case(TWO, [24, 9], seed=8)
+    outcome = run_mega_moe(made)
+    assert outcome.error is None and not outcome.hazards and [int(b.lost) for b in outcome.buffers] == [24, 0]
+    assert bool(outcome.outs[0].isnan().all()) and compare(outcome.outs[1], outcome.wants[1].bfloat16()).passed
+    after = run_mega_moe([made, good], schedule="random")
+    assert after.right and not after.hazards and [int(b.lost) for b in after.buffers] == [24, 0]
+    silent = run_mega_moe(made, LostInSilence)
+    assert int(silent.buffers[0].lost) == 24 and not silent.outs[0].isnan().all()
+    assert [int(b.lost) for b in run_mega_moe(good).buffers] == [0, 0]
+
+
+def test_a_grid_that_cannot_be_resident_is_refused():
+    """By the launch itself, whoever asks for it; a CTA an SM is resident."""
+    made = case(TWO, [1, 1])
+    outcome = run_mega_moe(made, grid=149)
+    assert isinstance(outcome.error, LaunchRefused) and "148 can be resident on 148 SMs" in str(outcome.error)
+    assert run_mega_moe(made, grid=5).clean
 
 
 def test_hard_values():
