@@ -53,13 +53,16 @@ class Report:
 
 
 def reports(root: Path | None = None) -> Iterator[Report]:
-    """Run every check: ruff's rules, ruff's format, stages, words."""
+    """Run every check: ruff's rules, ruff's format, stages, gates, words."""
     root = root or workspace()
     yield _ruff("check", ["check", "--output-format", "concise", "."], root)
     yield _ruff("format", ["format", "--check", "."], root)
     found = [str(problem) for problem in lint_all(root)]
     count = len(list((root / "stages").glob("*/stage.toml")))
     yield Report(found, f"stages: {count} contracts and their notebooks, {_counted(found, 'problem')}", len(found))
+    silent, total = unproven(root)
+    gates = f"gates: {total}, {_counted(silent, 'warning')}"
+    yield Report([f"{one}: no negative turns it red, and no_fault does not say why" for one in silent], gates, 0)
     paths = list(words.files(root))
     hits = words.in_tree(root, paths)
     yield Report([str(hit) for hit in hits], f"words: {len(paths)} files, {_counted(hits, 'warning')}", 0)
@@ -84,6 +87,17 @@ def lint_all(root: Path | None = None) -> list[Problem]:
     except StageError as error:
         return [Problem("stages", "contract", str(error))]
     return [problem for stage in stages for problem in lint(stage)]
+
+
+def unproven(root: Path | None = None) -> tuple[list[str], int]:
+    """List gates that no negative turns red and that do not say why, as stage.metric; also count all gates."""
+    try:
+        stages = discover(root)
+    except StageError:
+        return [], 0
+    said = {(stage.name, gate.metric) for stage in stages for gate in stage.gates if gate.no_fault}
+    silent = [f"{s.name}.{metric}" for s in stages for metric in s.never_red() if (s.name, metric) not in said]
+    return silent, sum(len(stage.gates) for stage in stages)
 
 
 def lint(stage: Stage) -> list[Problem]:
@@ -111,6 +125,8 @@ def _contract(stage: Stage) -> Iterator[tuple[str, str]]:
     if not stage.negatives:
         yield "negatives", "there is no negative set: nothing shows that a gate can fail"
     for gate in stage.gates:
+        if gate.no_fault and gate.metric not in stage.never_red():
+            yield "gate", f"{gate.metric}: no_fault says that no negative turns it red, and one does"
         bound, seen = f"{gate.op} {gate.bound:g}", f"the value last seen, {gate.last_seen:g}"
         if not gate.passes(gate.last_seen):
             yield "gate", f"{gate.metric}: {seen}, does not pass {bound}"

@@ -177,6 +177,7 @@ class Gate(_Strict):
         description="the metric when the bound was chosen; a bound over 4 times looser is refused"
     )
     reason: str = Field(min_length=1, description="why this bound, in a line")
+    no_fault: str = Field(default="", description="why no negative turns it red, in a line; none does if it is said")
 
     def passes(self, value: float) -> bool:
         """Tell whether ``value`` is finite and inside the bound. NaN and infinities never pass."""
@@ -245,6 +246,11 @@ class Stage(_Strict):
         if name not in self.sets:
             raise StageError(f"stage {self.name} has no parameter set {name}; it has: {', '.join(self.sets) or 'none'}")
         return self.sets[name]
+
+    def never_red(self) -> list[str]:
+        """List the metrics of gates that no negative turns red."""
+        red = {negative.expect_fail for negative in self.negatives}
+        return [gate.metric for gate in self.gates if gate.metric not in red]
 
     def negative(self, name: str) -> Negative:
         """Look up the negative set ``name``; StageError where the stage lacks it."""

@@ -68,7 +68,7 @@ def test_tma_of_one_row(stride):
 
 
 def test_one_row_of_a_larger_tensor():
-    """A slice of one token, an expanded one: no copy is asked for, numbers are those of the copy."""
+    """A slice of one token, an expanded one: nothing is copied, numbers are those of a copy."""
     wide = torch.randn(5, 3, 72, generator=torch.Generator().manual_seed(1)).bfloat16()
     for x in (wide[2, 1:2], wide[:1, 2], wide[3].expand(1, 3, 72)[:, 1], wide.mT.contiguous().mT[4, :1].contiguous()):
         assert torch.equal(rmsnorm(x, backend="emulator"), rmsnorm(x.clone(), backend="emulator"))

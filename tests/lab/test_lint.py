@@ -8,7 +8,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from dsv4lib.lab.lint import PROSE_WORDS, lint, lint_all, looser, prose_words
+from dsv4lib.lab.lint import PROSE_WORDS, lint, lint_all, looser, prose_words, unproven
 from dsv4lib.lab.stage import Gate, Stage
 
 CARD = 'from dsv4lib import lab\n\nlab.card("tiny", backend=backend, seed=seed)'
@@ -50,6 +50,7 @@ def gate(**changes: Any) -> dict[str, Any]:
     [
         (gate(bound=4.5), "gate"),
         (gate(last_seen=2), "gate"),
+        (gate(no_fault="a negative turns it red all the same"), "gate"),
         ({"negatives": []}, "negatives"),
         ({"sets": {"quick": {"time_limit_s": 60, "runs": [{}]}}}, "sets"),
         ({"notebook": "notebooks/nothing.ipynb"}, "notebook"),
@@ -58,6 +59,14 @@ def gate(**changes: Any) -> dict[str, Any]:
 def test_rules_of_the_contract(make: Callable[..., Stage], changes: dict[str, Any], rule: str) -> None:
     stage = make(body=CARD, **changes)
     assert rules(stage) == {rule}
+
+
+def test_a_gate_that_nothing_turns_red_is_listed(make: Callable[..., Stage]) -> None:
+    """Unless it says why; the gate that the negative names never is."""
+    one = {"metric": "wrong", "op": "==", "bound": 0, "last_seen": 0, "reason": "x"}
+    stage = make(body=CARD, gates=[one, {**one, "metric": "rows"}, {**one, "metric": "bytes", "no_fault": "a size"}])
+    assert stage.never_red() == ["rows", "bytes"]
+    assert unproven(stage.root) == ([f"{stage.name}.rows"], 3)
 
 
 def retag(nb: Any) -> None:

@@ -70,7 +70,7 @@ def test_points_see_what_they_rest_on(name, monkeypatch):
 
 
 def test_splits_are_known_by_what_they_left():
-    """LSEs of other tokens than the next ones are told from those of the next ones."""
+    """LSEs of other tokens than the next ones differ from those of the next ones."""
     one = run_case.requests(70, 4, 16, 0)
     keys = oracle.entries(one.kv_cache, one.page_table[0], 70)
     logits = claims.SM_SCALE * torch.cat((one.q_nope[0], one.q_pe[0]), -1).double() @ keys.T

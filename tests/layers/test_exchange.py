@@ -1,4 +1,4 @@
-"""Experts that two ranks divide, as threads of one process: what the GEMMs of each are told, and the layer's bits."""
+"""Experts that two ranks divide, as threads of one process: `expected` of the GEMMs of each, and the layer's bits."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ class Thread(Communicator):
     """A rank of a group of threads; ``board`` holds what each has to say.
 
     Attributes:
-        expected: what the grouped GEMMs of this rank were told.
+        expected: `expected` of the grouped GEMMs of this rank.
     """
 
     size = RANKS

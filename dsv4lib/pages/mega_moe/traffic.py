@@ -96,8 +96,8 @@ class Product(NamedTuple):
 def products(made: Case, found: Outcome) -> list[Product]:
     """List when each rank's tensor cores worked, L1 and L2 apart, in a run with ``trace=True``.
 
-    A K step takes one box of weights, and a CTA's steps are multiplied in the order in which their boxes were asked
-    for. So the tensor that a step's box comes from says which layer its MMAs belong to.
+    A K step takes one box of weights, and a CTA's steps are multiplied in the order in which their boxes are loaded.
+    So the tensor that a step's box comes from says which layer its MMAs belong to.
 
     Raises:
         DSV4Error: MMAs that are no whole number for each box of weights.

@@ -169,7 +169,7 @@ def test_routes_without_room_are_counted_and_seen():
 
 
 def test_a_grid_that_cannot_be_resident_is_refused():
-    """By the launch itself, whoever asks for it; a CTA an SM is resident."""
+    """By the launch itself, whichever the grid comes from; a CTA an SM is resident."""
     made = case(TWO, [1, 1])
     outcome = run_mega_moe(made, grid=149)
     assert isinstance(outcome.error, LaunchRefused) and "148 can be resident on 148 SMs" in str(outcome.error)
