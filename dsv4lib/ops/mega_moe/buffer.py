@@ -135,6 +135,14 @@ class SymmetricBuffer:
         """View the number of routes that found no room, int32 [], over all calls. Calls with such wrote NaN."""
         return self.state[self.layout.lost]
 
+    @property
+    def received(self) -> Tensor:
+        """View the routes that each of this rank's experts got from all ranks, int32 [E / W], summed over all calls.
+
+        They may be set to 0 between calls.
+        """
+        return self.state[self.layout.received :]
+
     def stage(self, x: Tensor, x_scale: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> int:
         """Copy this rank's tokens to where peers read them; what is there already is not copied.
 

@@ -113,9 +113,10 @@ class Dispatch:
 
     @cute.jit
     def receive(self, mem: Memory, routed: Routed):
-        """Wait for the counts of all ranks; one warp fills ``routed``, a lane an expert."""
+        """Wait for the counts of all ranks; one warp fills ``routed``, a lane an expert. CTA 0 adds them up."""
         layout = self.layout
         lane = cute.arch.lane_idx()
+        block, _, _ = cute.arch.block_idx()
         counts = mem.own + layout.offsets()["counts"]
         row = Int32(0)
         for first in cutlass.range_constexpr(0, layout.local, LANES):
@@ -134,6 +135,8 @@ class Dispatch:
                     upto = upto + other
             if expert < layout.local:
                 routed.offsets[expert] = row + upto - blocks
+                if block == 0:
+                    symmetric.add(mem.state + Int64(4 * (layout.received + expert)), total, "relaxed.gpu")
             row = row + cute.arch.shuffle_sync(upto, LANES - 1)
 
     # ------------------------------------------------------------------ pull

@@ -151,9 +151,14 @@ class Layout:
     @property
     def state_words(self) -> int:
         """Words of the state."""
-        return self.lost + 1
+        return self.received + self.local
 
     @property
     def lost(self) -> int:
         """Word that counts routes of this rank that found no room, over all calls."""
         return self.sent + 2 * self.experts
+
+    @property
+    def received(self) -> int:
+        """First of the counts of routes that this rank's experts got from all ranks, over all calls."""
+        return self.lost + 1

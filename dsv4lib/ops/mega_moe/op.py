@@ -62,7 +62,7 @@ def mega_moe(
         l1: MXFP4 of this rank's experts, [E / W, 2 I, H / 2], 8 rows of gate and up each alternating, and their scales
             [E / W, bytes], swizzled (`formats.scale_swizzle`).
         l2: [E / W, H, I / 2] and their scales.
-        buffer: this rank's memory.
+        buffer: this rank's memory. A call adds to ``buffer.received`` what each of the rank's experts got.
         clamp: of the SwiGLU.
         expected: tokens of an expert on average, from all ranks; it chooses the tile. None: as if all ranks had T.
         out: bf16 [T, H], written; None: new.
@@ -207,5 +207,8 @@ def _reference(call: Call) -> None:
     w13 = numbers(*call.l1, "w4a8", True).unflatten(1, (-1, 2, 8))
     w1, w3 = (w13[:, :, i].flatten(1, 2) for i in (0, 1))
     w2 = numbers(*call.l2, "w4a8", True)
+    chosen = mine.topk_idx[:n]
+    chosen = chosen[(chosen >= 0) & (chosen < call.experts)]
+    mine.received.add_(chosen.bincount(minlength=call.experts).int())
     routes = [(x, mine.topk_idx[:n], mine.topk_weights[:n].double())]
     call.out[:n] = backends.oracle("mega_moe").mega_moe(routes, w1, w2, w3, call.clamp)[0].to(call.out.dtype)

@@ -143,6 +143,16 @@ def test_indices_that_are_no_expert():
     assert outcome.clean, outcome.findings()
 
 
+def test_received_routes_are_counted_over_all_calls():
+    """By expert of the rank, from all ranks; -1, foreign numbers and the grid do not matter."""
+    first, second = case(TWO, [5, 17], seed=6, masked=0.3), case(TWO, [24, 0], seed=7)
+    outcome = run_mega_moe([first, second], grid=3)
+    routes = torch.cat([one.topk_idx.flatten() for made in (first, second) for one in made.ranks])
+    want = torch.stack([(routes == expert).sum() for expert in range(TWO.experts)]).int()
+    assert outcome.clean and torch.equal(torch.cat([buffer.received for buffer in outcome.buffers]), want)
+    assert len(want.unique()) > 1 and int(want.sum()) < len(routes)
+
+
 class LostInSilence(MegaMoe):
     """A rank is not told that routes found no room."""
 
@@ -264,6 +274,8 @@ def test_the_op_on_one_rank():
         views = buffer.x[:n], buffer.x_scales[:n], buffer.topk_idx[:n], buffer.topk_weights[:n]
         again = mega_moe(*views, tuple(l1), tuple(l2), buffer, clamp=CLAMP, expected=11, out=out, backend=backend)
         assert again is out and torch.equal(again, outs[-1])
+        chosen = one.topk_idx[one.topk_idx >= 0]
+        assert torch.equal(buffer.received, 2 * chosen.bincount(minlength=4).int()) and int(buffer.lost) == 0
     (want,) = expected(made)
     assert torch.equal(outs[1], want.bfloat16())
     error = (outs[0].double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt()
