@@ -184,5 +184,5 @@ _ALL: tuple[tuple[type[MegaMoe], str], ...] = (
 FAULTS: dict[str, Any] = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
 TWO_CALLS = {"OneEpoch", "NoReset"}
-SCHEDULE = {"NoReset": "newest_first", "OneHalf": "adversarial"}  # that shows it soonest
+SCHEDULE = {"NoReset": "newest_first", "OneHalf": "newest_first"}  # that shows it soonest
 NEEDS = {"CountOfOneDevice": "scope_between_devices"}  # a check that the emulator must have

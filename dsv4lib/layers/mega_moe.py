@@ -1,0 +1,134 @@
+"""Hold a rank's routed experts for the fused MoE, with the calls that serving engines make of such a layer.
+
+    layer = MegaMoeExperts(layout, rank, make_buffer=..)     weights are loaded into w13, w13_scale, w2, w2_scale
+    layer.finalize_weights()                                 once: into the order that the kernel reads
+    y = layer(hidden_states, topk_weights, topk_ids)         bf16 [T, H]; every rank calls, in lockstep
+
+Names and life cycle are those of vLLM's layer around DeepGEMM's kernel. The kernel's weights are MXFP4: an NVFP4
+checkpoint is no input here (`loader.mega_moe` says what each conversion costs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import scale_swizzle
+from dsv4lib.ops.common.typed import typed
+from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer, mega_moe
+from dsv4lib.ops.mega_moe.layout import GROUP
+from dsv4lib.ops.moe_gemm.operands import Operand
+from dsv4lib.ops.quantize.op import quantize
+
+RUN = 8  # rows of gate, then of up
+RAW = ("w13", "w13_scale", "w2", "w2_scale")
+
+
+class MegaMoeExperts(torch.nn.Module):
+    """Routed experts of one rank.
+
+    Args:
+        layout: sizes of the group. rank: of this process.
+        make_buffer: makes this rank's memory of a layout, when it is first needed; None: ordinary memory, of one rank.
+        limit: of the SwiGLU clamp. backend: of every op. device: of the weights.
+
+    Attributes:
+        w13: uint8 [E / W, 2 I, H / 2], packed E2M1, rows of gate, then of up. w13_scale: uint8 [E / W, 2 I, H / 32],
+            E8M0. w2: uint8 [E / W, H, I / 2]. w2_scale: uint8 [E / W, H, I / 32]. None once weights are final.
+        l1, l2: what the kernel reads, then.
+
+    Raises:
+        ArgumentError: several ranks without ``make_buffer``, a rank that is none of them.
+    """
+
+    @typed
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int = 0,
+        *,
+        make_buffer: Callable[[Layout], SymmetricBuffer] | None = None,
+        limit: float = 10.0,
+        backend: str = "auto",
+        device: str = "cpu",
+    ) -> None:
+        super().__init__()
+        if not 0 <= rank < layout.world:
+            raise ArgumentError("rank", rank, f"0 to {layout.world - 1}")
+        if make_buffer is None and layout.world > 1:
+            raise ArgumentError("make_buffer", None, f"what makes symmetric memory of {layout.world} ranks")
+        self.layout, self.rank, self.limit, self.backend = layout, rank, limit, backend
+        self._make_buffer = make_buffer or (lambda one: SymmetricBuffer.alone(one, device))
+        self._buffer: SymmetricBuffer | None = None
+        self.l1: Operand | None = None
+        self.l2: Operand | None = None
+        shapes = {"w13": (2 * layout.intermediate, layout.hidden), "w2": (layout.hidden, layout.intermediate)}
+        for name, (rows, k) in shapes.items():
+            for suffix, columns in (("", k // 2), ("_scale", k // GROUP)):
+                shape = layout.local, rows, columns
+                self.register_buffer(name + suffix, torch.zeros(shape, dtype=torch.uint8, device=device))
+
+    def finalize_weights(self) -> None:
+        """Order weights as the kernel reads them, and drop those that were loaded; again: nothing.
+
+        Raises:
+            ArgumentError: a weight of another type or shape than `__init__` made.
+        """
+        if self.l1 is not None:
+            return
+        one = self.layout
+        for name, k in (("w13", one.hidden), ("w2", one.intermediate)):
+            rows = 2 * one.intermediate if name == "w13" else one.hidden
+            for suffix, columns in (("", k // 2), ("_scale", k // GROUP)):
+                x, wanted = getattr(self, name + suffix), (one.local, rows, columns)
+                if x.dtype != torch.uint8 or tuple(x.shape) != wanted:
+                    raise ArgumentError(name + suffix, f"{x.dtype}{list(x.shape)}", f"torch.uint8{list(wanted)}")
+        self.l1 = Operand(_alternating(self.w13), scale_swizzle.swizzle(_alternating(self.w13_scale)))
+        self.l2 = Operand(self.w2, scale_swizzle.swizzle(self.w2_scale))
+        for name in RAW:
+            self.register_buffer(name, None)
+
+    def get_symm_buffer(self) -> SymmetricBuffer:
+        """Return this rank's memory, made by the hook on the first call.
+
+        Raises:
+            ArgumentError: the hook's is of another layout or rank.
+        """
+        if self._buffer is None:
+            found = self._make_buffer(self.layout)
+            if (found.layout, found.rank) != (self.layout, self.rank):
+                raise ArgumentError("make_buffer", (found.layout, found.rank), f"{self.layout}, rank {self.rank}")
+            self._buffer = found
+        return self._buffer
+
+    @typed
+    def forward(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Send this rank's tokens through the experts of all ranks.
+
+        Args:
+            hidden_states: bf16 [T, H]. topk_weights: fp32 [T, k]. topk_ids: int [T, k]; see `mega_moe`.
+
+        Raises:
+            ArgumentError: weights that are not final; see also `mega_moe`.
+        """
+        if self.l1 is None or self.l2 is None:
+            raise ArgumentError("weights", "as they were loaded", "a call of finalize_weights before")
+        if hidden_states.dtype != torch.bfloat16 or hidden_states.dim() != 2:
+            found = f"{hidden_states.dtype}{list(hidden_states.shape)}"
+            raise ArgumentError("hidden_states", found, f"torch.bfloat16[T, {self.layout.hidden}]")
+        buffer, count = self.get_symm_buffer(), len(hidden_states)
+        if count > self.layout.max_tokens:
+            raise ArgumentError("hidden_states", tuple(hidden_states.shape), f"at most {self.layout.max_tokens} tokens")
+        codes, scales = buffer.x[:count], buffer.x_scales[:count]
+        there = (codes, scales, None) if scales.is_contiguous() else None  # where peers read them: no copy
+        q = quantize(hidden_states, "mxfp8", out=there, backend=self.backend)
+        given = q.codes, q.scales, topk_ids, topk_weights
+        return mega_moe(*given, self.l1, self.l2, buffer, clamp=self.limit, backend=self.backend)
+
+
+def _alternating(joined: Tensor) -> Tensor:
+    """Order rows of gate, then of up, as runs of 8 of each."""
+    return torch.stack([part.unflatten(1, (-1, RUN)) for part in joined.chunk(2, 1)], 2).flatten(1, 3)

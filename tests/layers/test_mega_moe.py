@@ -1,0 +1,126 @@
+"""Experts of the fused MoE as an engine calls them: life cycle, numbers against fp64, two emulated ranks."""
+
+import pytest
+import torch
+
+from dsv4lib import emulator
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import e4m3, mxfp4, ue8m0
+from dsv4lib.layers.mega_moe import MegaMoeExperts
+from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer
+from dsv4lib.ops.quantize.op import quantize
+from dsv4lib.reference import mega_moe as oracle
+from tests.cases import cases
+
+ONE, TWO = Layout(1, 4, 24, 2, 256, 128), Layout(2, 4, 24, 2, 512, 128)
+LIMIT = 3.0
+
+
+def weights(layout, seed=0):
+    """Gate, up and down of all experts in MXFP4."""
+    generator = torch.Generator().manual_seed(seed)
+    wide, narrow = (layout.intermediate, layout.hidden), (layout.hidden, layout.intermediate)
+    sizes = torch.tensor([0.5, 1.0, 2.0, 4.0])[: layout.experts, None, None]
+    return [
+        mxfp4.quantize(torch.randn(layout.experts, *shape, generator=generator) * sizes * 2 / shape[1] ** 0.5)
+        for shape in (wide, wide, narrow)
+    ]
+
+
+def loaded(layout, rank=0, **options):
+    """A layer with its rank's weights, not final."""
+    layer = MegaMoeExperts(layout, rank, limit=LIMIT, **options)
+    own = slice(rank * layout.local, (rank + 1) * layout.local)
+    gate, up, down = weights(layout)
+    layer.load_state_dict(
+        {
+            "w13": torch.cat([gate.packed, up.packed], 1)[own],
+            "w13_scale": torch.cat([gate.scales, up.scales], 1)[own].view(torch.uint8),
+            "w2": down.packed[own],
+            "w2_scale": down.scales[own].view(torch.uint8),
+        }
+    )
+    return layer
+
+
+def tokens(count, layout, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(count, layout.hidden, generator=generator) * 2).bfloat16()
+    ids = torch.rand(count, layout.experts, generator=generator).topk(layout.topk).indices
+    ids[torch.rand(ids.shape, generator=generator) < 0.15] = -1
+    return x, torch.rand(count, layout.topk, generator=generator) + 0.1, ids
+
+
+def want(layout, x, topk_weights, ids):
+    """In fp64, of the weights and of the tokens as MXFP8 has them."""
+    q = quantize(x, "mxfp8", backend="reference")
+    scales = ue8m0.decode(q.scales, torch.float64).repeat_interleave(32, -1)
+    numbers = e4m3.decode(q.codes, torch.float64) * scales
+    gate, up, down = (mxfp4.dequantize(one, torch.float64) for one in weights(layout))
+    return oracle.mega_moe([(numbers, ids, topk_weights.double())], gate, down, up, LIMIT)[0]
+
+
+def near(found, truth):
+    return float((found.double() - truth).norm() / truth.norm()) < 2**-8
+
+
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_a_rank_alone(backend):
+    """Int32 and int64 experts, a second step in the same memory, no tokens; weights are held once."""
+    layer, given = loaded(ONE, backend=backend), tokens(17, ONE)
+    layer.finalize_weights()
+    assert near(layer(*given), want(ONE, *given)) and not list(layer.buffers())
+    kept = layer.l1, layer.get_symm_buffer()
+    layer.finalize_weights()
+    other = tokens(5, ONE, seed=2)
+    x, w, ids = other
+    assert near(layer(x, w, ids.int()), want(ONE, *other))
+    assert layer(x[:0], w[:0], ids[:0]).shape == (0, ONE.hidden)
+    assert (layer.l1, layer.get_symm_buffer()) == kept
+
+
+@pytest.mark.parametrize("counts", cases([3, 17], full=[[0, 9]]), ids=str)
+def test_two_ranks(counts):
+    """The hook makes symmetric memory; each rank gets its own tokens back."""
+    made, outs, given = [], [], [tokens(count, TWO, seed=count) for count in counts]
+    with emulator.devices(2, shims=False) as gpus:
+        parts = gpus.symmetric(TWO.bytes, torch.uint8)
+        storages = [parts.tensor(rank) for rank in range(2)]
+
+        def make(rank):
+            def over(layout):
+                made.append(rank)
+                return SymmetricBuffer.over(layout, rank, storages[rank], [x.data_ptr() for x in storages])
+
+            return over
+
+        layers = [loaded(TWO, rank, make_buffer=make(rank), backend="emulator") for rank in range(2)]
+        for rank, layer in enumerate(layers):
+            layer.finalize_weights()
+            with gpus.on(rank):
+                outs.append(layer(*given[rank]))
+        gpus.synchronize()
+        assert made == [0, 1] and not gpus.hazards
+    assert all(len(out) == 0 or near(out, want(TWO, *one)) for out, one in zip(outs, given, strict=True))
+
+
+def test_what_is_refused():
+    layer, given = loaded(ONE, backend="reference"), tokens(3, ONE)
+    with pytest.raises(ArgumentError, match=r"^weights=.*finalize_weights before"):
+        layer(*given)
+    layer.w2 = layer.w2[:, :-1]
+    with pytest.raises(ArgumentError, match=r"^w2="):
+        layer.finalize_weights()
+    with pytest.raises(ArgumentError, match=r"^make_buffer=None .*2 ranks"):
+        MegaMoeExperts(TWO)
+    with pytest.raises(ArgumentError, match=r"^rank=2 "):
+        MegaMoeExperts(TWO, 2, make_buffer=SymmetricBuffer.alone)
+    other = loaded(ONE, make_buffer=lambda layout: SymmetricBuffer.alone(Layout(1, 4, 8, 2, 256, 128)))
+    with pytest.raises(ArgumentError, match="make_buffer"):
+        other.get_symm_buffer()
+    fine = loaded(ONE, backend="reference")
+    fine.finalize_weights()
+    with pytest.raises(ArgumentError, match=r"^hidden_states=.*bfloat16\[T, 256\]"):
+        fine(given[0].float(), *given[1:])
+    with pytest.raises(ArgumentError, match=r"^hidden_states=.*at most 24 tokens"):
+        fine(*tokens(25, ONE))
