@@ -9,6 +9,7 @@ import torch
 from dsv4lib import backends, env
 from dsv4lib.ops.common.compile_cache import CompileCache
 from dsv4lib.pages.turbo4 import figures, run_case
+from dsv4lib.pages.turbo4.run_case import OWN_FAULTS
 from dsv4lib.viz.style import alt_text
 from tests.cases import cases
 
@@ -21,6 +22,19 @@ def test_figures_say_what_they_show(capsys):
     assert found["two channels x 20"][1] < 6 < found["Student t, 3"][1] < 12 < 20 < found["normals"][1]
     figure, over_fp8 = figures.sizes()
     assert alt_text(figure) and over_fp8 == 66 / 128
+
+
+def test_faults_of_the_page_are_seen():
+    """Each moves its number past the gate's bound; without it the number is inside."""
+    pairs = {name: figures.rotation_errors(128, 1, name)[1]["two channels x 20"] for name in ("none", *OWN_FAULTS[:2])}
+    assert pairs["none"][0] > 20 > 6 > pairs["none"][1]
+    assert pairs["NeverRotated"][0] < 6 and pairs["AlwaysRotated"][1] > 20
+    assert (
+        figures.variants(128, 1)["4 bits (turbo4)"] < 0.0098 < figures.variants(128, 1, "ThreeBits")["4 bits (turbo4)"]
+    )
+    assert figures.sizes()[1] <= 0.516 < figures.sizes("WideNorms")[1]
+    choices = tomllib.loads((env.root() / "stages" / "turbo4" / "stage.toml").read_text())["parameters"]["fault"]
+    assert set(OWN_FAULTS) <= set(choices["choices"])
 
 
 def test_tables(capsys):
@@ -38,6 +52,7 @@ def test_every_fault_is_seen(backend, capsys):
     found = run_case.faults(backend)
     assert len(found) == 9 and all(one.seen for one in found) and figures.faults_table(found) == 0
     assert figures.faults_table([found[0]._replace(seen=False)]) == 1
+    assert figures.faults_table(run_case.faults(backend, "Harmless")) == 1
 
 
 def test_without_a_fault_nothing_is_seen():

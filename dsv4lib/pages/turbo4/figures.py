@@ -60,11 +60,14 @@ def coordinates(dim: int, seed: int) -> Figure:
     return viz.grids.histograms(panels, "coordinate", title, 64, (largest, "largest centroid"))
 
 
-def rotation_errors(dim: int, seed: int) -> tuple[Figure, dict[str, tuple[float, float]]]:
-    """Draw signal over error with and without the rotation; returns both in dB by distribution."""
-    found = {}
+def rotation_errors(dim: int, seed: int, fault: str = "none") -> tuple[Figure, dict[str, tuple[float, float]]]:
+    """Draw signal over error with and without the rotation; returns both in dB by distribution.
+
+    ``fault``: "NeverRotated" or "AlwaysRotated", both codes.
+    """
+    found, applied = {}, {"NeverRotated": (False, False), "AlwaysRotated": (True, True)}.get(fault, (True, False))
     for name, x in run_case.distributions(dim, seed).items():
-        backs = (turbo4.fake_quantize(x, seed, rotated) for rotated in (True, False))
+        backs = (turbo4.fake_quantize(x, seed, rotated) for rotated in applied)
         found[name] = tuple(run_case.decibels(x, back) for back in backs)
     titles = "rotated, dB", "not rotated, dB"
     panels = [Panel(title, [pair[i] for pair in found.values()], "{:.1f}") for i, title in enumerate(titles)]
@@ -72,11 +75,14 @@ def rotation_errors(dim: int, seed: int) -> tuple[Figure, dict[str, tuple[float,
     return side_by_side(list(found), panels, marked, "what the rotation saves"), found
 
 
-def variants(dim: int, seed: int) -> dict[str, float]:
-    """Show what other codes would lose; returns relative squared errors by name."""
+def variants(dim: int, seed: int, fault: str = "none") -> dict[str, float]:
+    """Show what other codes would lose; returns relative squared errors by name.
+
+    ``fault``: "ThreeBits" has half of the levels where 4 bits are said.
+    """
     x = run_case.distributions(dim, seed)["normals"]
     names = {
-        "4 bits (turbo4)": ({}, 4, 2),
+        "4 bits (turbo4)": ({"bits": 3} if fault == "ThreeBits" else {}, 4, 2),
         "4 bits, norm corrected": ({"corrected": True}, 4, 2),
         "3 bits": ({"bits": 3}, 3, 2),
         "3 bits and QJL (legacy)": ({"legacy_qjl": True}, 4, 4),
@@ -106,10 +112,15 @@ def lookups() -> None:
     show_table(("code", "magnitude", "sign", "low byte", "high byte", "value", "centroid"), rows)
 
 
-def sizes() -> tuple[Figure, float]:
-    """Draw bytes by format, of a token of one layer and of an entry of DSV4; returns turbo4 over FP8 of the former."""
+def sizes(fault: str = "none") -> tuple[Figure, float]:
+    """Draw bytes by format, of a token of one layer and of an entry of DSV4; returns turbo4 over FP8 of the former.
+
+    ``fault``: "WideNorms" stores norms in fp32.
+    """
     names = ("auto", "fp8_e4m3", "nvfp4", "turbo4")
     tokens = {name: token_bytes(KVDtype.of(name), 128, 8) for name in names}
+    if fault == "WideNorms":
+        tokens["turbo4"] += 2 * 2 * 8  # bytes of a norm, keys and values of 8 heads
     entries = latent_bytes()
     rows = [f"8 heads of 128: {name}" for name in names] + [f"entry of DSV4: {name}" for name in entries]
     values = [float(x) for x in (*tokens.values(), *entries.values())]
