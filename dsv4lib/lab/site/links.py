@@ -80,8 +80,10 @@ class Links:
         if path in self.pages:
             target = self.pages[path]
             if parts.fragment:
-                self.wanted.append((source, link, target, unquote(parts.fragment)))
-                target += f"#{parts.fragment}"
+                # Jupyter's anchors keep capital letters, GitHub's and those of the site do not.
+                anchor = parts.fragment.lower() if path.endswith(".ipynb") else parts.fragment
+                self.wanted.append((source, link, target, unquote(anchor)))
+                target += f"#{anchor}"
             return f'<a href="{escape(target)}">{found[2]}</a>'
         if not self._exists(path):
             self.broken.append((source, link))
