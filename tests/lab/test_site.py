@@ -321,6 +321,15 @@ def test_only_an_own_folder_is_replaced(workspace: Path, tmp_path: Path, monkeyp
     assert (tmp_path / "full" / "mine.txt").read_text() == "mine"
 
 
+def test_cells_of_many_words_are_wide() -> None:
+    row = f"| {'word ' * 12} | {'word ' * 5} | short | {'**b** ' * 9} |"
+    text = links.with_scrolling_tables(markdown(f"| a | b | c | d |\n| --- | ---: | --- | --- |\n{row}"))
+    assert re.findall(r"<td([^>]*)>", text) == [
+        ' class="text"', ' class="words" style="text-align:right;"', "", ""
+    ]  # fmt: skip
+    assert text.count('<div class="wide"') == 1
+
+
 def test_names_of_pages(tmp_path: Path) -> None:
     names = {
         "README.md": "index.html", "notebooks/30_fmha_a.ipynb": "30_fmha_a.html", "CHANGELOG.md": "changelog.html",
