@@ -120,11 +120,17 @@ def _described(spec: Any, record: Any) -> dict[str, Any]:
 
 
 @app.command()
-def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False) -> None:
+def report(
+    open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder of the runs, as `run --out` had it")] = None,
+) -> None:
     """Print the path of the newest report."""
-    pages = sorted(runs_folder().glob("*/report/index.html"))
+    if out is not None and not out.is_dir():
+        raise ArgumentError("--out", str(out), "a folder with runs")
+    pages = sorted((out.resolve() if out else runs_folder()).glob("*/report/index.html"))
     if not pages:
-        raise DSV4Error(f"there is no report yet: {env.front_door()} run writes one")
+        there = f" in {out}" if out else ""
+        raise DSV4Error(f"there is no report yet{there}: {env.front_door()} run writes one")
     print(os.path.relpath(pages[-1]))
     if open_it:
         import webbrowser
