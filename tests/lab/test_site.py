@@ -436,7 +436,7 @@ def test_in_a_browser_it_is_quiet_fits_a_phone_and_finds_words(made: build.Made,
 
 
 # What a page shows that is wrong with it, apart from messages: it scrolls sideways, a picture is not there, text has
-# little contrast with what is behind it (WCAG 2.1: 4.5).
+# little contrast with its background (WCAG 2.1: 4.5).
 WRONG = """(contrast) => {
   const found = [];
   if (document.documentElement.scrollWidth > innerWidth) found.push(`${document.documentElement.scrollWidth} wide`);
@@ -456,9 +456,9 @@ WRONG = """(contrast) => {
   for (const element of document.querySelectorAll("main *, .side a, .top a")) {
     if (![...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())) continue;
     const style = getComputedStyle(element);
-    let behind = element;
-    while (behind && rgb(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
-    const paper = behind ? getComputedStyle(behind).backgroundColor : "white";
+    let ground = element;
+    while (ground && rgb(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+    const paper = ground ? getComputedStyle(ground).backgroundColor : "white";
     const key = `${style.color} on ${paper}`;
     if (known.has(key) || !element.getClientRects().length) continue;
     const [a, b] = [light(rgb(style.color)), light(rgb(paper))];
@@ -489,7 +489,7 @@ def test_the_lab_s_own_site_has_no_broken_link_and_no_large_file(own: build.Made
 
 
 def test_every_page_of_it_in_a_browser(own: build.Made) -> None:
-    """From file://: on a phone and a wide screen, light and dark; nothing is said, nothing is asked for elsewhere."""
+    """From file://: on a phone and a wide screen, light and dark; no message, no request elsewhere."""
     found, folder = chromium(), own.index.parent
     from playwright.sync_api import sync_playwright
 
