@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_every_option_and_module_that_is_named_exists():
     seen = 0
     for line in text.splitlines():
         calls = list(re.finditer(r"\./dsv4 ([a-z_]+)", line))
-        for call, following in zip(calls, [*calls[1:], None], strict=True):
+        for call, following in zip_longest(calls, calls[1:]):
             command = commands[call[1]]
             words = line[call.end() : following.start() if following else len(line)].partition("#")[0]
             row = line.startswith("| `./dsv4")
