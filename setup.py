@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 WORKSPACE = Path("dsv4lib") / "workspace"
 FOLDERS = ("notebooks", "stages", "data")
 FILES = ("README.md", "pyproject.toml", "requirements.lock")
-LEFT_OUT = ("runs", "templates", "figures", "__pycache__", ".*")  # made here, of no use without a clone, or hidden
+LEFT_OUT = ("runs", "templates", "__pycache__", ".*")  # made here, of no use without a clone, or hidden
 
 
 class BuildWithWorkspace(build_py):

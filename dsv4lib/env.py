@@ -62,6 +62,16 @@ def is_installed() -> bool:
     return root().is_relative_to(package())
 
 
+def front_door() -> str:
+    """Return how a user calls the command line here: `dsv4` of a wheel, `./dsv4` of a clone."""
+    return "dsv4" if is_installed() else "./dsv4"
+
+
+def install(extra: str = "lab") -> str:
+    """Return the command that installs what is missing here: an extra of a wheel, the lock of a clone."""
+    return f"pip install 'dsv4lab[{extra}]'" if is_installed() else "pip install -r requirements.lock"
+
+
 def own_data() -> Path:
     """Return the folder for what a user of an installed wheel makes: `dsv4` in XDG_DATA_HOME or ~/.local/share."""
     base = os.environ.get("XDG_DATA_HOME", "")

@@ -8,6 +8,7 @@ gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(...
 with emulator.devices(2) as gpus: ...                # several, with memory that all share, see driver/devices.py
 emulator.launch(compiled, a, b)                      # one call, nothing patched
 emulator.emulate("script.py", ["--its", "args"])     # any script, in a fresh process
+emulator.run_ptx(text, [array, 7, 0.5], Shape(...))  # a kernel of a PTX file on numpy arrays; no torch, no CuTeDSL
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _PUBLIC = {
     "devices": "driver.devices",
     "emulate": "driver.script",
     "launch": "driver.host",
+    "run_ptx": "driver.ptx_file",
+    "Shape": "driver.ptx_file",
 }
 __all__ = list(_PUBLIC)
 

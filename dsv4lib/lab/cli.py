@@ -129,11 +129,17 @@ def _described(spec: Any, record: Any) -> dict[str, Any]:
 
 
 @app.command()
-def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False) -> None:
+def report(
+    open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder of the runs, as `run --out` had it")] = None,
+) -> None:
     """Print the path of the newest report."""
-    pages = sorted(runs_folder().glob("*/report/index.html"))
+    if out is not None and not out.is_dir():
+        raise ArgumentError("--out", str(out), "a folder with runs")
+    pages = sorted((out.resolve() if out else runs_folder()).glob("*/report/index.html"))
     if not pages:
-        raise DSV4Error("there is no report yet: ./dsv4 run writes one")
+        there = f" in {out}" if out else ""
+        raise DSV4Error(f"there is no report yet{there}: {env.front_door()} run writes one")
     print(os.path.relpath(pages[-1]))
     if open_it:
         import webbrowser
@@ -247,9 +253,15 @@ def lint() -> None:
 )
 def emulate(
     script: Annotated[
-        str, typer.Argument(help="a Python script that compiles and calls CuTeDSL kernels; its arguments follow")
+        str,
+        typer.Argument(
+            help="a Python script that compiles and calls CuTeDSL kernels, or a .ptx file; arguments follow"
+        ),
     ],
-    arguments: Annotated[list[str] | None, typer.Argument(help="handed to the script as they are")] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="handed to the script; .ptx: parameters, as x.npy, float32[4,100] (zeros), 7 or 0.5"),
+    ] = None,
     arch: Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")] = "auto",
     seed: Annotated[int, typer.Option(help="of the random schedule")] = 0,
     schedule: Annotated[
@@ -265,8 +277,16 @@ def emulate(
     memory_limit: Annotated[
         int | None, typer.Option(help="bytes that the device allocates by itself [default: this machine's memory]")
     ] = None,
+    entry: Annotated[str, typer.Option(help=".ptx: name of the kernel, where there are several")] = "",
+    grid: Annotated[str, typer.Option(help=".ptx: CTAs, as 4 or 4,2,1")] = "1",
+    block: Annotated[str, typer.Option(help=".ptx: threads of a CTA, as 128")] = "32",
+    cluster: Annotated[str, typer.Option(help=".ptx: CTAs of a cluster, as 2")] = "1",
+    smem: Annotated[int, typer.Option(min=0, help=".ptx: bytes of dynamic shared memory")] = 0,
+    save: Annotated[Path | None, typer.Option(help=".ptx: folder for the arrays after the launch")] = None,
 ) -> None:
     """Run a CuTeDSL script, unmodified, on an emulated GPU. The exit code is the script's (90: a hazard).
+
+    A .ptx file is run on numpy arrays and needs neither torch nor the CuTe DSL.
 
     The script itself runs on this machine with your rights: it can read and write whatever you can. Limits hold for
     each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS and _BYTES set them for all.
@@ -274,6 +294,13 @@ def emulate(
     from dsv4lib.emulator.driver import script as scripts
 
     limits = {"time_limit": time_limit, "instruction_limit": instruction_limit, "memory_limit": memory_limit}
+    if script.endswith(".ptx") and Path(script).is_file():
+        from dsv4lib.emulator.driver import ptx_file
+
+        sizes = [ptx_file.dimensions(*given) for given in (("grid", grid), ("block", block), ("cluster", cluster))]
+        shape = ptx_file.Shape(*sizes, smem)
+        settings = {"seed": seed, "schedule": schedule, "checks": checks, **limits}
+        raise typer.Exit(ptx_file.command(Path(script), arguments or [], shape, entry, save, arch, **settings))
     code = scripts.emulate(script, arguments or [], arch, seed, schedule, checks, **limits)
     raise typer.Exit(code)
 
@@ -518,8 +545,7 @@ def main() -> None:
         package = (error.name or "").partition(".")[0]
         if not package or package == "dsv4lib":
             raise
-        fix = "pip install 'dsv4lab[lab]'" if env.is_installed() else "pip install -r requirements.lock"
-        text = f"dsv4: this command needs the package {package}: {fix}"
+        text = f"dsv4: this command needs the package {package}: {env.install()}"
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text, style="red"))
         sys.exit(2)
     except OSError as error:

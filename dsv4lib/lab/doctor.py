@@ -261,6 +261,17 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
+def ending(facts: Facts, problems: int) -> str:
+    """Say what can be called now. A wheel without its extras has the emulator alone."""
+    run = f"`{env.front_door()} run`"
+    if problems:
+        return f"{run} should wait for the fixes above."
+    if not (lacking := [extra for extra in ("ops", "lab") if facts.extras.get(extra)]):
+        return f"{run} is ready."
+    able = "`dsv4 emulate` runs PTX files" if "ops" in lacking else "The operators and `dsv4 emulate` are ready"
+    return f"{able}; {run} needs the extra lab."
+
+
 def main() -> int:
     """Print versions and the diagnosis; returns 0 without a problem, else 1."""
     from rich.console import Console
@@ -277,6 +288,5 @@ def main() -> int:
         if f.fix:
             console.print(f"{'':27} fix: {escape(f.fix)}")
     problems = sum(f.level == "problem" for f in findings)
-    ending = "should wait for the fixes above" if problems else "is ready"
-    console.print(f"{problems} problem(s). `./dsv4 run` {ending}.")
+    console.print(f"{problems} problem(s). {ending(facts, problems)}")
     return 1 if problems else 0

@@ -33,7 +33,7 @@ def command(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = Tr
         DSV4Error: JupyterLab is not installed (possible with DSV4_PYTHON).
     """
     if importlib.util.find_spec("jupyterlab") is None:
-        raise DSV4Error(f"this environment has no jupyterlab: {sys.executable} -m pip install -r requirements.lock")
+        raise DSV4Error(f"this environment has no jupyterlab: {sys.executable} -m {env.install()}")
     root = served()
     if not (root / notebook).is_file():
         have = ", ".join(sorted(p.name for p in (root / "notebooks").glob("*.ipynb")))

@@ -49,6 +49,9 @@ def test_a_run_ends_with_a_table_a_report_and_the_worst_class(make: Callable[...
         ("beta", "crash"),
     ]
     assert dsv4(tmp_path, "report").stdout.strip() == os.path.relpath(path, tmp_path)
+    (tmp_path / "data" / "runs").rename(tmp_path / "elsewhere")  # as `run --out elsewhere` leaves it
+    moved = dsv4(tmp_path, "report", "--out", "elsewhere").stdout.strip()
+    assert moved == os.path.relpath(path, tmp_path).replace("data/runs", "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,9 @@ def test_a_run_ends_with_a_table_a_report_and_the_worst_class(make: Callable[...
         (["run", "-p", "seed=1", "-p", "seed=2"], "already set"),
         (["run", "--set", "quik"], "quick, nightly, b200"),
         (["run", "--backend", "gpu"], "native"),
-        (["report"], "no report yet"),
+        (["report"], "no report yet: "),
+        (["report", "--out", "."], "no report yet in .: "),
+        (["report", "--out", "nothing"], "--out='nothing'"),
     ],
 )
 def test_a_refusal_is_one_line(

@@ -182,6 +182,9 @@ def test_red_stands_first(tmp_path: Path) -> None:
     assert shown == ["slow", "wrong", "left", "good"]
     assert text.index("Metrics of what is red") < text.index("slow-00</small></th>") < text.index("Metrics and bounds")
     assert text.index("Metrics and bounds") < text.index("good-00</small></th>")
+    assert "<h1>2 of 4 notebooks red</h1>" in text and "<title>2 of 4 notebooks red: " in text
+    kept = report.write_report(tmp_path, [replace(RECORD, verdict=Verdict.PASSED)], tmp_path).read_text()
+    assert "<h1>1 notebook, none red</h1>" in kept
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4lib import backends
+from dsv4lib import backends, env
 from dsv4lib.lab import doctor
 
 GOOD = doctor.Facts(
@@ -68,6 +68,21 @@ def test_cuda_torch_without_a_driver_is_a_note():
     found = doctor.diagnose(replace(GOOD, driver_cuda=None, torch_sees_gpu=False))
     (note,) = [f for f in found if f.what == "gpu"]
     assert note.level == "note" and "580" in note.fix
+
+
+@pytest.mark.parametrize(
+    ("extras", "says"),
+    [
+        ({}, "`dsv4 run` is ready."),
+        ({"": (), "ops": (), "lab": ()}, "`dsv4 run` is ready."),
+        ({"": (), "ops": (), "lab": ("jinja2",)}, "`dsv4 emulate` are ready; `dsv4 run` needs the extra lab."),
+        ({"": (), "ops": ("torch",), "lab": ("torch",)}, "runs PTX files; `dsv4 run` needs the extra lab."),
+    ],
+)
+def test_what_a_wheel_can_do_now(extras, says, monkeypatch):
+    monkeypatch.setattr(env, "is_installed", lambda: True)
+    assert doctor.ending(replace(GOOD, extras=extras), 0).endswith(says)
+    assert "wait" in doctor.ending(replace(GOOD, extras=extras), 1)
 
 
 def test_this_machine(capsys):

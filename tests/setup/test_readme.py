@@ -1,14 +1,17 @@
 """The README is true: its ladder is the one in stages/, its commands, files and picture exist."""
 
+import importlib.util
 import re
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+import typer
 
 from dsv4lib.errors import DSV4Error
-from dsv4lib.lab import ladder, stage
+from dsv4lib.lab import cli, ladder, stage
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -36,3 +39,24 @@ def test_every_command_of_the_table_exists():
     assert len(commands) >= 6
     out = subprocess.run([sys.executable, "-m", "dsv4lib.lab.cli", "--help"], capture_output=True, text=True).stdout
     assert [c for c in commands if not re.search(rf"\b{c}\b", out)] == []
+
+
+def test_every_option_and_module_that_is_named_exists():
+    """In README and CONTRIBUTING: options on lines that call a command, or in its row of the table; modules to run."""
+    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    commands = typer.main.get_command(cli.app).commands
+    seen = 0
+    for line in text.splitlines():
+        calls = list(re.finditer(r"\./dsv4 ([a-z_]+)", line))
+        for call, following in zip_longest(calls, calls[1:]):
+            command = commands[call[1]]
+            words = line[call.end() : following.start() if following else len(line)].partition("#")[0]
+            row = line.startswith("| `./dsv4")
+            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+            if call[1] != "test":  # its arguments are pytest's
+                named = re.findall(r"(?<![\w-])--[a-z][\w-]*", words if row else words.partition("`")[0])
+                assert set(named) <= known, (call[0], set(named) - known)
+                seen += len(named)
+    assert seen > 30
+    modules = set(re.findall(r"python -m ([\w.]+)", text))
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []

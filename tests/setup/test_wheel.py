@@ -8,6 +8,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dsv4lib import env
@@ -16,30 +17,50 @@ from dsv4lib.lab import doctor
 ROOT = Path(__file__).resolve().parents[2]
 # What an install without extras has, as a program that hides everything else from imports.
 ALONE = """
-import importlib.abc, runpy, sys
+import runpy, sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 KEPT = {"numpy", "llvmlite", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection",
         "rich", "markdown_it", "mdurl", "pygments", "typer", "click", "shellingham", "annotated_doc", "dsv4lib"}
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
+class Alone(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top in KEPT or top in sys.stdlib_module_names or top.startswith("_"):
-            return None
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Hidden())
+        known = top in KEPT or top in sys.stdlib_module_names or top.startswith("_")
+        return super().find_spec(name, path, target) if known else None
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Alone]
 sys.argv = ["dsv4", *sys.argv[1:]]
 runpy.run_module("dsv4lib.lab.cli", run_name="__main__")
+"""
+MADE = ("data/runs/a/record.json", "data/.hidden/a", "stages/__pycache__/a.pyc")  # of a clone that was used
+PTX = """.version 8.7
+.target sm_100a
+.address_size 64
+.visible .entry lanes(.param .u64 y)
+{
+.reg .b32 %r<2>; .reg .b64 %rd<4>;
+ld.param.u64 %rd1, [y]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd3, %rd1, %rd2;
+st.global.u32 [%rd3], %r1;
+ret;
+}
 """
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """An unpacked wheel of this tree."""
+    """An unpacked wheel of this tree, built where runs were made."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("dsv4lib", "notebooks", "stages", "data", "README.md", "LICENSE", "pyproject.toml", "setup.py"):
+    for name in ("dsv4lib", "notebooks", "README.md", "LICENSE", "pyproject.toml", "setup.py", "requirements.lock"):
         (source / name).symlink_to(ROOT / name)  # the build writes beside its sources
-    (source / "requirements.lock").symlink_to(ROOT / "requirements.lock")
+    for name in ("stages", "data"):
+        (source / name).mkdir()
+        for path in (ROOT / name).iterdir():
+            if path.name not in ("runs", "__pycache__"):
+                (source / name / path.name).symlink_to(path)
+    for name in MADE:
+        (source / name).parent.mkdir(parents=True)
+        (source / name).write_text("made here")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
     subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
     (wheel,) = folder.glob("*.whl")
@@ -60,7 +81,8 @@ def test_a_wheel_has_the_workspace(installed):
     for folder, pattern in (("notebooks", "*.ipynb"), ("stages", "*/stage.toml"), ("data/bench", "**/*.csv")):
         have = {p.relative_to(inside) for p in (inside / folder).glob(pattern)}
         assert have == {p.relative_to(ROOT) for p in (ROOT / folder).glob(pattern)} and have, folder
-    assert (inside / "data" / "nano" / "model.safetensors").is_file() and not (inside / "data" / "runs").exists()
+    assert (inside / "data" / "nano" / "model.safetensors").is_file()
+    assert [name for name in MADE if (inside / name).exists()] == []
     facts = next(installed.glob("*.dist-info"))
     assert "License-Expression: Apache-2.0" in (facts / "METADATA").read_text()
     assert (facts / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
@@ -76,7 +98,7 @@ def test_commands_of_a_wheel(installed, tmp_path):
         refused = dsv4(installed, tmp_path, *command)
         assert refused.returncode == 2 and "needs a clone" in refused.stderr, refused.stderr
     nothing = dsv4(installed, tmp_path, "report")
-    assert nothing.returncode == 2 and "no report yet" in nothing.stderr
+    assert nothing.returncode == 2 and "no report yet: dsv4 run writes one" in nothing.stderr
 
 
 @pytest.mark.full
@@ -96,6 +118,14 @@ def test_without_extras_there_is_the_emulator(installed, tmp_path):
     refused = dsv4(installed, tmp_path, "generate", "hi", program=alone)
     assert (refused.returncode, refused.stdout) == (2, "") and "pip install 'dsv4lab[lab]'" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+    (tmp_path / "k.ptx").write_text(PTX)
+    done = dsv4(installed, tmp_path, "emulate", "--save", ".", "k.ptx", "uint32[40]", program=alone)
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "argument_0.npy").tolist() == [*range(32), *[0] * 8]
+    (tmp_path / "s.py").write_text("print(1)")
+    refused = dsv4(installed, tmp_path, "emulate", "s.py", program=alone)
+    assert (refused.returncode, refused.stdout) == (2, "") and len(refused.stderr.splitlines()) == 1
+    assert "need torch and nvidia-cutlass-dsl: pip install 'dsv4lab[ops]'" in refused.stderr
 
 
 def test_doctor_names_the_extra_that_lacks_a_package():

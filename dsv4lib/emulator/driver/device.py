@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
@@ -283,7 +284,7 @@ def device(
 
     Raises:
         ArgumentError: a bad argument.
-        BackendUnavailable: CUDA is already initialised in this process.
+        BackendUnavailable: CUDA is already initialised in this process, or torch or the DSL is missing.
     """
     with entered(make(arch, **settings), shims, default_device) as gpu:
         yield gpu
@@ -294,6 +295,7 @@ def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
     """Enter the context of `device` for a device that has been made."""
     arguments.flag("shims", shims)
     arguments.one_of("default_device", default_device, ("cuda", "cpu"))
+    need_packages()
     refuse_initialised_cuda()
     from dsv4lib.emulator.driver import dsl, torch_shims
 
@@ -337,6 +339,18 @@ def current() -> Device:
     if not RUNTIME.devices:
         raise EmulatorError("no emulated device is active: use `with emulator.device(...)`")
     return RUNTIME.device()
+
+
+def need_packages() -> None:
+    """Refuse an environment in which no CuTeDSL script can run; a PTX file needs neither package.
+
+    Raises:
+        BackendUnavailable: torch or the CuTe DSL is not installed.
+    """
+    names = {"torch": "torch", "cutlass": "nvidia-cutlass-dsl"}
+    if missing := [package for name, package in names.items() if importlib.util.find_spec(name) is None]:
+        fix = "pip install 'dsv4lab[ops]'; a PTX file runs without them (`dsv4 emulate kernel.ptx`)"
+        raise BackendUnavailable(f"CuTeDSL scripts in the emulator need {' and '.join(missing)}: {fix}")
 
 
 def refuse_initialised_cuda() -> None:

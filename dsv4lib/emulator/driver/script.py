@@ -69,12 +69,13 @@ def emulate(
 
     Raises:
         ArgumentError: the script is not there, or an argument is wrong.
+        BackendUnavailable: torch or the CuTe DSL is missing.
     """
-    from dsv4lib.emulator.driver.device import make  # here, because it takes a while to import
+    from dsv4lib.emulator.driver.device import make, need_packages  # here, because it takes a while to import
 
     path = Path(script) if isinstance(script, str | os.PathLike) else None
     if path is None or not path.is_file():
-        raise ArgumentError("script", script, "the path of a Python file")
+        raise ArgumentError("script", script, "the path of a Python or .ptx file")
     if not isinstance(args, list | tuple) or not all(isinstance(arg, str) for arg in args):
         raise ArgumentError("args", args, "a list of strings")
     arguments.one_of("arch", arch, ("auto", *ARCHITECTURES))
@@ -89,6 +90,7 @@ def emulate(
     }
     target = FIRST if arch == "auto" else arch
     make(target, **settings)  # refuses bad settings before anything is started
+    need_packages()
     tried: list[str] = []
     while True:
         tried.append(target)

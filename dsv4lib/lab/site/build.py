@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +35,8 @@ OWN = Path(__file__).parent / "templates"
 MARK = ".dsv4-site"  # in a folder that this command made and may replace
 DOCUMENT_BYTES = 4 << 20
 PAGE_BYTES = 2_000_000
+FIGURE = re.compile(r"<!-- figure: (\w+) -->")  # in a document: drawn for the site, from a committed table
+DRAWN = "drawn:"  # begins the address of such a figure
 TOUR_FILE = "tour.html"
 
 
@@ -81,6 +84,7 @@ class Files:
 
     def __init__(self, out: Path, source: Source, root: Path):
         self.folder, self.source, self.root, self.number = out / "pictures", source, root.resolve(), 0
+        self.drawn: set[str] = set()
 
     def keep(self, data: bytes, mime: str) -> str:
         """Write a picture and return its address."""
@@ -89,8 +93,22 @@ class Files:
         (self.folder / name).write_bytes(data)
         return f"pictures/{name}"
 
+    def draw(self, name: str) -> str:
+        """Draw a figure of the workspace's tables as Markdown, or say that it cannot be drawn."""
+        from dsv4lib.pages.common import drawn  # matplotlib: where a figure is wanted only
+
+        try:
+            data, alt = drawn.draw(name)
+        except Exception as error:  # an unknown name, a table that is missing: one figure must not cost the page
+            return f"*The figure {name} cannot be drawn ({type(error).__name__}).*"
+        address = self.keep(data, "image/png")
+        self.drawn.add(address)
+        return f"![{re.sub(r'[][]', ' ', alt)}]({DRAWN}{address})"
+
     def find(self, address: str) -> str | None:
         """Copy a PNG or JPEG of the workspace; None for anything else or elsewhere."""
+        if address.startswith(DRAWN) and address.removeprefix(DRAWN) in self.drawn:
+            return address.removeprefix(DRAWN)
         try:
             path = (self.root / self.source.path).parent.joinpath(address).resolve()
         except (OSError, ValueError):  # no name of a file
@@ -160,7 +178,8 @@ def _replace(made: Path, out: Path) -> None:
 def _document(source: Source, root: Path, clean: Callable[[str], str], pictures: Files) -> Page:
     try:
         text = read_own(root / source.path, DOCUMENT_BYTES, anybody=True).decode(errors="replace")
-        title, rest = take_title(cells.markdown(clean(text), pictures))
+        text = FIGURE.sub(lambda found: pictures.draw(found[1]), clean(text))
+        title, rest = take_title(cells.markdown(text, pictures))
     except Exception as error:  # a link, a file too large, Markdown too deep: one page must not cost the site
         return Page(
             source, escape(source.path), [cells.note(f"This document cannot be shown ({type(error).__name__}).")]

@@ -18,6 +18,8 @@ from markupsafe import Markup, escape
 LINK = re.compile(r'<a((?:\s+[\w-]+="[^"]*")*)\s*>(.*?)</a>', re.S)
 HREF = re.compile(r'\s+href="([^"]*)"')
 HEADING = re.compile(r"<h([2-6])(?:\s[^>]*)?>(.*?)</h\1>", re.S)
+CELL = re.compile(r"<td((?:\s[^>]*)?)>(.*?)</td>", re.S)
+LONG = {"text": 50, "words": 18}  # class of a cell by its letters
 TAG = re.compile(r"<[^>]*>")
 INLINE = re.compile(r"</?(?:a|b|code|em|i|kbd|mark|s|small|span|strong|sub|sup|u|var)\b[^>]*>")  # inside of words
 ALT = re.compile(r'<img\b[^>]*?\balt="([^"]*)"[^>]*>')
@@ -80,8 +82,10 @@ class Links:
         if path in self.pages:
             target = self.pages[path]
             if parts.fragment:
-                self.wanted.append((source, link, target, unquote(parts.fragment)))
-                target += f"#{parts.fragment}"
+                # Jupyter's anchors keep capital letters, GitHub's and those of the site do not.
+                anchor = parts.fragment.lower() if path.endswith(".ipynb") else parts.fragment
+                self.wanted.append((source, link, target, unquote(anchor)))
+                target += f"#{anchor}"
             return f'<a href="{escape(target)}">{found[2]}</a>'
         if not self._exists(path):
             self.broken.append((source, link))
@@ -119,9 +123,19 @@ def with_anchors(text: str, taken: set[str]) -> tuple[Markup, list[Heading]]:
 
 
 def with_scrolling_tables(text: str) -> Markup:
-    """Return ``text`` with each table in a box that scrolls, so that the page itself never does sideways."""
+    """Return ``text`` with each table in a box that scrolls, so that the page itself never does sideways.
+
+    Cells of several words get a class, for which the style sheet keeps columns from becoming a word wide.
+    """
+    text = CELL.sub(_with_width, text)
     opened = re.sub(r"<table\b", '<div class="wide" tabindex="0"><table', text)
     return Markup(opened.replace("</table>", "</table></div>"))
+
+
+def _with_width(found: re.Match[str]) -> str:
+    size = len(plain(found[2]))
+    kind = next((name for name, least in LONG.items() if size >= least), "")
+    return f'<td class="{kind}"{found[1]}>{found[2]}</td>' if kind and "class=" not in found[1] else found[0]
 
 
 def plain(text: str) -> str:

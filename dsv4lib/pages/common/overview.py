@@ -12,7 +12,10 @@ from matplotlib.figure import Figure
 
 from dsv4lib import check, env, viz
 from dsv4lib.dsl import layouts
+from dsv4lib.pages.common import drawn
 from dsv4lib.viz import style, widgets
+
+DPI = 140  # of the picture: some 1,260 x 390 pixels
 
 
 def draw() -> Figure:
@@ -42,11 +45,16 @@ def _stale_tile() -> tuple[torch.Tensor, torch.Tensor]:
     return wrong, right
 
 
+def picture() -> bytes:
+    """Return the PNG file, small enough for a first screen."""
+    return drawn.small(style.to_png(draw(), dpi=DPI))
+
+
 def main() -> None:
     """Write data/figures/overview.png."""
     target = env.root() / "data" / "figures" / "overview.png"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(style.to_png(draw(), dpi=160))
+    target.write_bytes(picture())
 
 
 if __name__ == "__main__":

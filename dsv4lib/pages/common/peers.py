@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.viz import style
 
 BEGIN, END = "<!-- peers: written by python -m dsv4lib.pages.{} -->", "<!-- /peers -->"
 # Classes of instructions, grouped for display.
@@ -131,9 +129,3 @@ def replace(notes: Path, module: str, table: str) -> None:
     text, (begin, end) = notes.read_text(), marks(module)
     before, after = text.partition(begin)[0], text.partition(begin)[2].partition(end)[2]
     notes.write_text(f"{before}{begin}\n{table}\n{end}{after}")
-
-
-def rewrite(notes: Path, module: str, table: str, picture: Path, figure: Figure) -> None:
-    """Write the table into the notes, and the figure."""
-    replace(notes, module, table)
-    picture.write_bytes(style.to_png(figure))

@@ -1,6 +1,6 @@
 """Show our attention beside other people's, as a table and a figure. From committed measurements, without the packages.
 
-`python -m dsv4lib.pages.fmha.peers` rewrites the table in data/bench/fmha_peers.md and data/figures/fmha_peers.png.
+`python -m dsv4lib.pages.fmha.peers` rewrites the table in data/bench/fmha_peers.md.
 `./dsv4 bench peers` measures anew.
 """
 
@@ -12,14 +12,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dsv4lib import env
 from dsv4lib.bench.peers import fmha as peers
 from dsv4lib.pages.common import peers as peer_pages
 from dsv4lib.viz.bars import Panel, side_by_side
 
 MODULE = "fmha.peers"
 NOTES = peers.TABLE.with_suffix(".md")
-FIGURE = env.root() / "data" / "figures" / "fmha_peers.png"
 HEADER = (
     "kernel",
     "instructions",
@@ -98,8 +96,8 @@ def command(record: Path | None, only: list[str]) -> int:
 
 
 def main() -> None:
-    """Rewrite the table in the notes, and the figure."""
-    peer_pages.rewrite(NOTES, MODULE, markdown(), FIGURE, figure())
+    """Rewrite the table in the notes."""
+    peer_pages.replace(NOTES, MODULE, markdown())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Write the bench of ops as a table and a figure, from the committed measurements. No GPU is needed.
 
-`python -m dsv4lib.pages.hopper.ops_table` rewrites the table in data/bench/ops.md, its extract in README.md, and
-data/figures/ops.png. `./dsv4 bench ops --record data/bench/ops` measures anew. data/bench/ops_notes.csv is written by
-hand: for each row that misses its goal what bounds it (limit) and what was tried, with numbers (tried).
+`python -m dsv4lib.pages.hopper.ops_table` rewrites the table in data/bench/ops.md and its extract in README.md.
+`./dsv4 bench ops --record data/bench/ops` measures anew. data/bench/ops_notes.csv is written by hand: for each row that
+misses its goal what bounds it (limit) and what was tried, with numbers (tried).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ MODULE = "hopper.ops_table"
 COUNTERS = "hopper.ops_table (counters)"
 PAGE = results.FOLDER.with_suffix(".md")
 NOTES = results.FOLDER.with_name("ops_notes.csv")
-FIGURE = env.root() / "data" / "figures" / "ops.png"
 README = env.root() / "README.md"
 # What README shows of it, by op and shape.
 EXTRACT = (
@@ -242,8 +241,8 @@ def _case(row: Result) -> Case:
 
 
 def main() -> None:
-    """Rewrite the table in the notes, its extract, and the figure."""
-    peer_pages.rewrite(PAGE, MODULE, markdown(), FIGURE, figure())
+    """Rewrite the table in the notes and its extract."""
+    peer_pages.replace(PAGE, MODULE, markdown())
     peer_pages.replace(PAGE, COUNTERS, counted())
     peer_pages.replace(README, MODULE, extract())
 

@@ -1,6 +1,6 @@
 """Show block-scaled GEMMs of others, and ours, as a table and a figure. From the committed measurements.
 
-`python -m dsv4lib.pages.moe_gemm.peers` rewrites the tables in data/bench/moe_peers.md and data/figures/moe_peers.png.
+`python -m dsv4lib.pages.moe_gemm.peers` rewrites the tables in data/bench/moe_peers.md.
 `./dsv4 bench peers moe` measures anew.
 """
 
@@ -12,14 +12,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dsv4lib import env
 from dsv4lib.bench.peers import moe as moe_peers
 from dsv4lib.pages.common import peers as peer_pages
 from dsv4lib.viz.bars import Panel, side_by_side
 
 MODULE = "moe_gemm.peers"
 NOTES = moe_peers.TABLE.with_suffix(".md")
-FIGURE = env.root() / "data" / "figures" / "moe_peers.png"
 HEADER = (
     "kernel",
     "case",
@@ -121,8 +119,8 @@ def command(record: Path | None, only: list[str]) -> int:
 
 
 def main() -> None:
-    """Rewrite the tables in the notes, and the figure."""
-    peer_pages.rewrite(NOTES, MODULE, markdown(), FIGURE, figure())
+    """Rewrite the tables in the notes."""
+    peer_pages.replace(NOTES, MODULE, markdown())
 
 
 if __name__ == "__main__":
