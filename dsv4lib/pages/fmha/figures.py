@@ -52,6 +52,17 @@ def tmem_plan(kernel: Any) -> list[Region]:
     return plan
 
 
+def o_places(kernel: Any) -> np.ndarray:
+    """Return the (lane, column) of each element of O of a production kernel, int [64, head_dim, 2]."""
+    out = np.full((config.TILE_M, kernel.head_dim, 2), -1)
+    for region in tmem_plan(kernel):
+        if region.name.startswith("O "):
+            first, last = map(int, region.name[2:].split("-"))
+            out[:, first : last + 1, 0] = region.lane0 + np.arange(region.lanes)[:, None]
+            out[:, first : last + 1, 1] = region.col0 + np.arange(region.cols)
+    return out
+
+
 def columns(kernel: Any) -> list[tuple[str, int, int]]:
     """(name, first column, end) of what the columns of tensor memory are for."""
     if isinstance(kernel, Ladder):
