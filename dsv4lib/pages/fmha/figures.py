@@ -15,14 +15,15 @@ from dsv4lib.ops.fmha import config, faults, ladder
 from dsv4lib.ops.fmha.ladder import Ladder
 from dsv4lib.pages.emulator import figures
 from dsv4lib.pages.fmha.run_case import Outcome, bits
-from dsv4lib.viz.style import PALETTE, show
+from dsv4lib.viz import kinds
+from dsv4lib.viz.style import show
 from dsv4lib.viz.table import show_table
 from dsv4lib.viz.tile import Part
 from dsv4lib.viz.tmem import LANES, Region
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 NOT_FOUND = "not found"
-_Q, _S, _P, _O = PALETTE[4], PALETTE[0], PALETTE[2], PALETTE[1]
+_Q, _S, _P, _O = (kinds.colour(tensor) for tensor in "QSPO")
 
 
 def tmem_plan(kernel: Any) -> list[Region]:

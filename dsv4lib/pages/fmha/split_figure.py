@@ -13,7 +13,7 @@ from dsv4lib.viz.style import GRID, INK, MUTED, PAPER, new_figure, set_alt
 
 TILE, WINDOW_TILES = 64, 2
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # whose optima are drawn
-KEYS, START, COMBINE = "keys", "starts", "combine"  # addends of a time
+KEYS, START, COMBINE = "tiles of keys", "starts", "combine"  # addends of a time
 
 
 class Launch(NamedTuple):

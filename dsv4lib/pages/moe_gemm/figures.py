@@ -22,7 +22,6 @@ from dsv4lib.pages.moe_gemm.run_case import Outcome, expected, mode_case, run_mo
 from dsv4lib.predict import moe
 from dsv4lib.reference.router import score_route
 from dsv4lib.viz.bars import Panel
-from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.table import show_table
 from dsv4lib.viz.tile import Part
 from dsv4lib.viz.timeline import Track
@@ -96,13 +95,13 @@ def load_histogram(found: Mapping[int, torch.Tensor], title: str) -> Figure:
 def tmem_plan(kernel: MoeGemm) -> list[Region]:
     """List the owners of the columns of tensor memory."""
     n = kernel.tile_n
-    plan = [Region(f"sums {i}", 0, LANES, i * n, n, PALETTE[i]) for i in range(kernel.acc_stages)]
+    plan = [Region(f"sums {i}", 0, LANES, i * n, n) for i in range(kernel.acc_stages)]
     for name, column, width in (
         ("scales of W", kernel.sfw_column, kernel.sfw_columns),
         ("scales of X", kernel.sfx_column, kernel.sfx_columns),
     ):
         if width:
-            plan.append(Region(name, 0, LANES, column, width, PALETTE[2 if "W" in name else 4]))
+            plan.append(Region(name, 0, LANES, column, width))
     return plan
 
 
