@@ -47,6 +47,8 @@ TABLE = {
     "marked thread": VERMILION,
     "right": BLUE,
     "ours": BLUE,
+    "kernels": BLUE,
+    "oracle": GREY,
     "others": GREY,
     "loaded once": BLUE,
     "whole": SKY,
