@@ -34,7 +34,11 @@ TABLE = {
     "copy in flight": GREEN,
     "copied": GREEN,
     "written by TMA": GREEN,
+    "written by bulk copies": "#7fcfb9",
+    "written by cp.async": "#c5eadf",
     "read by TMA": YELLOW,
+    "read by bulk copies": PALE_YELLOW,
+    "read by tcgen05.cp": DEEP_PURPLE,
     "MMA": PURPLE,
     "written by an MMA": PURPLE,
     "read as A": DARK_PURPLE,
@@ -123,16 +127,17 @@ TABLE = {
 }
 _SAME = {  # other names of a kind
     "kv": "KV", "K^T": "KV", "V (= K)": "KV", "K": "KV", "V": "KV", "A": "X", "B": "W", "C": "D", "C tile": "D",
-    "sums": "D", "accumulator": "D", "X^T": "X", "window": "SWA", "keys": "indexer keys", "csa": "CSA", "hca": "HCA",
-    "CSA entries": "CSA", "HCA entries": "HCA", "CSA indexer keys": "indexer keys",
-    "entries": "entry", "window keys": "SWA", "row exchange": "exchange", "score exchange": "exchange", "scores": "S",
+    "sums": "D", "accumulator": "D", "X^T": "X", "W scales": "scales of W", "X scales": "scales of X",
+    "window": "SWA", "csa": "CSA", "hca": "HCA", "keys": "indexer keys", "CSA entries": "CSA", "HCA entries": "HCA",
+    "CSA indexer keys": "indexer keys", "entries": "entry", "window keys": "SWA", "row exchange": "exchange",
+    "score exchange": "exchange", "scores": "S", "S, P": "S",
 }  # fmt: skip
 _SPARE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY, YELLOW)  # in the order of their contrast with paper
 
 
 def kind_of(name: str) -> str | None:
-    """Find the kind that a name is of, with a number at its end or without; None: of no kind in the table."""
-    for text in (name, re.sub(r"[\s\d.,-]+$", "", name)):
+    """Find the kind that a name is of, whatever number or comma follows; None: of no kind in the table."""
+    for text in (name, re.sub(r"[\s\d.,-]+$", "", name), name.split(",")[0]):
         text = _SAME.get(text, text)
         if text in TABLE:
             return text

@@ -36,7 +36,7 @@ NAMES = ("alpha", "beta", "gamma", "delta")
 TOGETHER = (  # kinds that one figure shows
     ("runs", "waits: mbarrier", "waits: barrier", "copy in flight", "MMA", "commit"),
     tuple(CELLS.values()),
-    tuple(BYTES.values()),
+    tuple(dict.fromkeys(BYTES.values())),
     ("even phase", "odd phase", "a warp waits for it"),
     ("Q", "KV", "S", "P", "O"),
     ("W", "X", "D", "scales of W", "scales of X", "exchange"),
@@ -123,7 +123,8 @@ def test_kinds_that_one_figure_shows_differ(group: tuple[str, ...]) -> None:
 
 def test_a_name_has_its_kind_with_and_without_a_number() -> None:
     assert kinds.colour("S 1") == kinds.colour("S") != kinds.colour("P 1")
-    assert kinds.kind_of("O 128-255") == "O" and kinds.kind_of("Oval") is None
+    assert kinds.kind_of("O 128-255") == kinds.kind_of("O, 64 x 512") == "O" and kinds.kind_of("Oval") is None
+    assert kinds.kind_of("W scales 3") == "scales of W" and kinds.kind_of("CSA entries") == "CSA"
     with pytest.raises(ArgumentError, match="kind='Oval'"):
         kinds.colour("Oval")
 

@@ -23,7 +23,18 @@ SOFTMAX_ROLES |= dict.fromkeys(range(8, 12), "epilogue")
 MAX_LANES = 8  # copies in flight that are drawn one by one
 _UNITS = {"tma": "copy in flight", "tensor": "MMA"}
 CELLS = {"mma": "written by an MMA", "st": "stored", "cp": "copied", "A": "read as A", "ld": "loaded by threads"}
-BYTES = {"tma": "written by TMA", "threads": "written by threads", "mma A": "read as A", "mma B": "read as B"}
+BYTES = {
+    "tma": "written by TMA",
+    "tma store": "read by TMA",
+    "bulk load": "written by bulk copies",
+    "bulk store": "read by bulk copies",
+    "cp.async": "written by cp.async",
+    "threads": "written by threads",
+    "mma A": "read as A",
+    "mma B": "read as B",
+    "tcgen05.cp": "read by tcgen05.cp",
+}
+BYTES |= {f"wgmma {operand}": f"read as {operand}" for operand in "AB"}
 
 
 def barrier_names(kernel: Any) -> dict[int, str]:

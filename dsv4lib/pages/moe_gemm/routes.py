@@ -65,5 +65,6 @@ def run_routes(tokens: int = 9, count: int = 5, k: int = 3, seed: int = 0, excha
 
 def route_map(routes: Routes) -> Figure:
     """Draw the row of the experts' operand that each route takes."""
-    title = "row of each route: experts one after the other, tokens in order"
-    return viz.layout.grid(routes.placed.row_of.numpy(), title, ("token", "choice of the token"), what="row")
+    return viz.layout.grid(
+        routes.placed.row_of.numpy(), "row of each route", ("token", "choice of the token"), what="row"
+    )
