@@ -212,8 +212,7 @@ def test_no_private_paths_or_big_files():
 # Ops that lack something, and why. What an op has come to have must leave this list.
 LACKING = {
     "indexer_logits": (["bench"], "timed in the decode step"),
-    "moe_dispatch": (["stage"], "shown by the MoE layer of notebook 40, which runs it"),
-    "moe_combine": (["tests", "matrix", "budget", "stage"], "tested beside moe_dispatch, shown by the MoE layer"),
+    "moe_combine": (["tests", "matrix", "budget"], "tested beside moe_dispatch"),
     "gemm_tile": (["bench"], "a page's first GEMM, not an op of the model"),
 }
 

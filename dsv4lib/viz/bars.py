@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import INK, MUTED, PALETTE, new_figure, set_alt
+from dsv4lib.viz.style import INK, MUTED, new_figure, set_alt
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,15 @@ def side_by_side(
     for ax, panel in zip(axes.flat, panels, strict=False):
         if panel.parts:
             start = [0.0] * len(names)
-            for i, (name, values) in enumerate(panel.parts.items()):
-                ax.barh(places, values, left=start, height=0.72, color=_shade(i), label=name, linewidth=0)
+            chosen = kinds.colours(panel.parts)
+            for name, values in panel.parts.items():
+                ax.barh(places, values, left=start, height=0.72, color=chosen[name], label=name, linewidth=0)
                 start = [a + b for a, b in zip(start, values, strict=True)]
             below = -0.3 / (0.3 + 0.2 * len(names))  # of the axes: about 0.3 inches, past the numbers of the axis
             box = {"loc": "upper left", "bbox_to_anchor": (0.0, below), "borderaxespad": 0.0}
             ax.legend(fontsize=7, ncols=-(-len(panel.parts) // 2), handlelength=1.0, columnspacing=1.0, **box)
         else:
-            colours = [PALETTE[0] if mine else PALETTE[7] for mine in marked]
+            colours = [kinds.colour("ours" if mine else "others") for mine in marked]
             ax.barh(places, panel.values, height=0.72, color=colours, linewidth=0)
         widest = max(*panel.values, *(b or 0 for b in panel.bounds or (0,)), 1e-30)
         for place, value in zip(places, panel.values, strict=True):
@@ -72,7 +74,7 @@ def side_by_side(
             ax.text(value + 0.01 * widest, place, text, va="center", fontsize=7.5, color=INK)
         for place, bound in zip(places, panel.bounds or [None] * len(names), strict=True):
             if bound is not None:
-                ax.plot([bound, bound], [place - 0.46, place + 0.46], color=PALETTE[5], linewidth=2)
+                ax.plot([bound, bound], [place - 0.46, place + 0.46], color=kinds.colour("bound"), linewidth=2)
         ax.set_title(panel.title)
         ax.set_xlim(0, widest * 1.14)
         ax.set_yticks(places, names, fontsize=8)
@@ -88,11 +90,3 @@ def side_by_side(
         for panel in panels
     )
     return set_alt(fig, f"Bars for {', '.join(names)}. {smallest}.")
-
-
-# Dark and light alternate: neighbours in a stack stay apart in grey, too.
-_STACK = (0, 4, 2, 6, 5, 1, 3, 7)
-
-
-def _shade(i: int) -> str:
-    return PALETTE[_STACK[i % len(_STACK)]]

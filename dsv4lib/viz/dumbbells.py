@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, new_figure, set_alt
+from dsv4lib.viz.style import GRID, INK, MUTED, PAPER, new_figure, set_alt
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def dumbbells(panels: Mapping[str, Sequence[Case]], title: str, columns: int = 2
             if case.floor:
                 ax.plot(case.floor, place, "|", color=MUTED, markersize=9, markeredgewidth=2, zorder=2)
             if case.other:
-                style = {"markerfacecolor": PAPER, "markeredgecolor": PALETTE[7], "markeredgewidth": 1.5}
+                style = {"markerfacecolor": PAPER, "markeredgecolor": kinds.colour("others"), "markeredgewidth": 1.5}
                 ax.plot(case.other, place, "o", markersize=7, zorder=3, **style)
             if case.ours:
-                colour = PALETTE[5] if case.good is False else PALETTE[0]
+                colour = kinds.colour("wrong" if case.good is False else "ours")
                 ax.plot(case.ours, place, "D" if case.good is False else "o", color=colour, markersize=6, zorder=4)
             where = {"xytext": (8, 0), "textcoords": "offset points"}
             ax.annotate(_said(case), (max(times), place), va="center", fontsize=7, color=INK, **where)

@@ -21,14 +21,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.viz import style
+from dsv4lib.viz import kinds, style
 from dsv4lib.viz.arrays import as_array, cell_texts, compact
 from dsv4lib.viz.panels import MAX_NUMBERED, frame, styled, zoom_frame
 
 WAYS = ("element", "tile", "lane", "kv_iteration")
 MAX_PIXELS = 512  # longest side of a raster; larger arrays are folded by the maximum of each block
 DECADES = 6.0  # colour range below the largest error
-BAD_COLOUR = style.PALETTE[5]  # NaN/Inf differs: a colour that the sequential map does not contain
+BAD_COLOUR = kinds.colour("wrong")  # NaN/Inf differs: a colour that the sequential map does not contain
 ZERO_COLOUR = "#eef0f3"
 
 

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.viz import style
+from dsv4lib.viz import kinds, style
 from dsv4lib.viz.arrays import as_array, cell_texts
 from dsv4lib.viz.panels import MAX_NUMBERED, categories, cell_lines, frame, styled
 
@@ -39,8 +39,9 @@ def number_lines(formats: Mapping[str, Any], title: str = "") -> Figure:
             raise ArgumentError(name, raw, "at least one positive finite value")
     fig = style.new_figure(height=1.2 + 0.42 * len(values))
     linear, powers = fig.subplots(1, 2, sharey=True, width_ratios=(1.0, 1.4))
-    for row, points in enumerate(values.values()):
-        colour = style.PALETTE[(0, 5, 2, 1, 3, 4)[row % 6]]
+    chosen = kinds.colours(values)
+    for row, (name, points) in enumerate(values.items()):
+        colour = chosen[name]
         for ax, x in ((linear, points / points[-1]), (powers, np.log2(points))):
             ax.vlines(x, row - 0.36, row + 0.36, color=colour, linewidth=0.7 if len(points) > 16 else 1.6)
     linear.set_yticks(range(len(values)), [f"{name}  ({len(points)})" for name, points in values.items()])
@@ -146,10 +147,10 @@ def histograms(
     edges = np.linspace(low, high if high > low else low + 1, bins + 1)
     fig = style.new_figure(height=2.9)
     axes = fig.subplots(1, len(arrays), squeeze=False, sharex=True)[0]
-    facts = []
+    facts, chosen = [], kinds.colours(label for lines in arrays.values() for label in lines)
     for ax, (name, lines) in zip(axes, arrays.items(), strict=True):
-        for index, (label, values) in enumerate(lines.items()):
-            colour = style.PALETTE[(0, 5, 2)[index % 3]]
+        for label, values in lines.items():
+            colour = chosen[label]
             share = np.full(len(values), 100 / len(values))
             ax.hist(values, edges, weights=share, color=colour, histtype="stepfilled", alpha=0.25)
             ax.hist(values, edges, weights=share, color=colour, histtype="step", linewidth=1.5, label=label)
@@ -184,12 +185,13 @@ def byte_map(codes: Any, names: Sequence[str], title: str, per_row: int = 64) ->
     raster[: flat.size] = flat
     fig = style.new_figure(height=1.0 + 0.12 * lines)
     ax = fig.subplots()
-    categories(ax, raster.reshape(lines, per_row))
+    chosen = kinds.colours(names)
+    categories(ax, raster.reshape(lines, per_row), list(chosen.values()))
     cell_lines(ax, lines, per_row, width=0.4)
     step = max(1, lines // 9)
     ax.set_yticks(range(0, lines, step), [str(i * per_row) for i in range(0, lines, step)])
     ax.set(xlabel=f"byte in a line of {per_row}", ylabel="first byte of the line", title=title)
-    handles = [Patch(color=style.PALETTE[i % len(style.PALETTE)], label=name) for i, name in enumerate(names)]
+    handles = [Patch(color=colour, label=name) for name, colour in chosen.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8)
     counts = ", ".join(f"{int((flat == i).sum())} {name}" for i, name in enumerate(names))
     return style.set_alt(fig, f"{title}. {flat.size} bytes: {counts}, {int((flat < 0).sum())} nothing.")
@@ -210,13 +212,14 @@ def category_map(
         ArgumentError: no cells, a code without a name, or another number of row names than rows.
     """
     values = as_array("codes", codes, np.int64)
-    if values.ndim != 2 or not values.size or values.max() >= len(names) or len(names) > len(style.PALETTE):
+    if values.ndim != 2 or not values.size or values.max() >= len(names) or len(names) > 8:
         raise ArgumentError("codes", values.shape, f"[rows, columns] of -1..{len(names) - 1}, at most 8 kinds")
     if rows and len(rows) != len(values):
         raise ArgumentError("rows", len(rows), f"{len(values)} names")
     fig = style.new_figure(height=min(1.6 + 0.26 * len(values), 5.2))
     ax = fig.subplots()
-    categories(ax, values)
+    chosen = kinds.colours(names)
+    categories(ax, values, list(chosen.values()))
     if max(values.shape) <= LINED:
         cell_lines(ax, *values.shape, width=0.6)
     if rows:
@@ -225,7 +228,7 @@ def category_map(
         ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(ylabel=labels[0], xlabel=labels[1], title=title)
-    handles = [Patch(color=style.PALETTE[i], label=name) for i, name in enumerate(names)]
+    handles = [Patch(color=colour, label=name) for name, colour in chosen.items()]
     if nothing and (values < 0).any():
         handles.append(Patch(color=NOTHING, label=nothing))
     fig.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), fontsize=8)

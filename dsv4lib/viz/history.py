@@ -16,34 +16,28 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import frame, styled
-from dsv4lib.viz.style import INK, MUTED, PALETTE, PAPER, new_figure, set_alt
+from dsv4lib.viz.style import INK, MUTED, PAPER, new_figure, set_alt
 from dsv4lib.viz.timeline import CLOCK
 from dsv4lib.viz.tmem import COLUMNS, LANES, QUARTER
 
 _EMPTY = "#eef1f4"
 _ROW = 64  # chunks a row where shared memory is drawn as an area
-_SMEM = 2  # colour of the first kind of access to shared memory: apart from those to tensor memory
 _PALEST = 0.35  # how much of its colour the oldest content keeps
 
 
-def _colour(i: int, first: int) -> str:
-    return PALETTE[(first + i) % len(PALETTE)]
-
-
-def colour_codes(
-    codes: np.ndarray, names: Sequence[str], fresh: np.ndarray | None = None, first: int = 0
-) -> np.ndarray:
+def colour_codes(codes: np.ndarray, names: Sequence[str], fresh: np.ndarray | None = None) -> np.ndarray:
     """Colour owner codes, float [..., 3]. Code -1 is empty; ``fresh`` in [0, 1] fades old content.
 
-    ``first`` is the palette's colour of code 0.
+    A name has the colour of its kind.
 
     Raises:
         ArgumentError: a code without a name.
     """
     if codes.size and (codes.max() >= len(names) or codes.min() < -1):
         raise ArgumentError("codes", f"{codes.min()}..{codes.max()}", f"-1..{len(names) - 1}, one per name")
-    table = np.array([to_rgb(_colour(i, first)) for i in range(len(names))] + [to_rgb(_EMPTY)])
+    table = np.array([*map(to_rgb, kinds.colours(names).values())] + [to_rgb(_EMPTY)])
     colours = table[codes]
     if fresh is not None:
         keep = (_PALEST + (1 - _PALEST) * np.clip(fresh, 0, 1))[..., None]
@@ -119,9 +113,10 @@ def _name_columns(ax: Axes, regions: Sequence[tuple[str, int, int]]) -> None:
         ax.text((first + end - 1) / 2, LANES - 5, name, bbox=box, **place).set_in_layout(False)
 
 
-def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray, first: int = 0, last: str = "untouched") -> None:
-    shown = [i for i in range(len(names)) if (codes == i).any()]
-    handles = [Patch(facecolor=_colour(i, first), label=names[i]) for i in shown]
+def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray, last: str = "untouched") -> None:
+    chosen = kinds.colours(names)
+    shown = [name for i, name in enumerate(names) if (codes == i).any()]
+    handles = [Patch(facecolor=chosen[name], label=name) for name in shown]
     handles.append(Patch(facecolor=_EMPTY, label=last))
     fig.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=8)
 
@@ -167,18 +162,15 @@ def moment(
     left.set_yticks(range(0, LANES, QUARTER))
     left.set_xticks(range(0, COLUMNS, 128))
     whole = np.append(chunks, np.full(-len(chunks) % _ROW, -1)).reshape(-1, _ROW)
-    middle.imshow(
-        colour_codes(whole, smem[1], first=_SMEM), aspect="auto", origin="lower", extent=(0, _ROW, 0, len(whole))
-    )
+    middle.imshow(colour_codes(whole, smem[1]), aspect="auto", origin="lower", extent=(0, _ROW, 0, len(whole)))
     middle.set(xlabel="16-byte chunk", ylabel="KiB")
     _states(right, barriers)
     for ax, name in ((left, "tensor memory"), (middle, "shared memory"), (right, "mbarriers")):
         frame(ax)
         ax.set_title(name, fontsize=8.5, fontweight="normal")
-    names = [*tmem[1], *(f"SMEM {name}" for name in smem[1])]
-    colours = [_colour(i, 0) for i in range(len(tmem[1]))] + [_colour(i, _SMEM) for i in range(len(smem[1]))]
-    there = [(cells == i).any() for i in range(len(tmem[1]))] + [(chunks == i).any() for i in range(len(smem[1]))]
-    handles = [Patch(facecolor=c, label=n) for n, c, t in zip(names, colours, there, strict=True) if t]
+    names = [name for i, name in enumerate(tmem[1]) if (cells == i).any()]
+    names += [name for i, name in enumerate(smem[1]) if (chunks == i).any()]
+    handles = [Patch(facecolor=colour, label=name) for name, colour in kinds.colours(names).items()]
     handles.append(Patch(facecolor=_EMPTY, label="untouched"))
     fig.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=8)
     fig.suptitle(title, fontsize=10, fontweight="bold", color=INK, x=0.01, ha="left")
@@ -233,7 +225,7 @@ def smem_over_time(
         )
     total = len(values) * chunk_bytes
     places = [(name, first / 1024, end / 1024) for name, first, end in regions]
-    fig = _against_time(values, clock, names, title, total / 1024, places, _SMEM, now)
+    fig = _against_time(values, clock, names, title, total / 1024, places, now)
     fig.axes[0].set_ylabel("shared memory, KiB")
     last = _amounts(values[:, -1], names)
     return set_alt(
@@ -248,14 +240,13 @@ def _against_time(
     title: str,
     top: float,
     regions: Sequence[tuple[str, float, float]],
-    first_colour: int,
     now: float | None = None,
 ) -> Figure:
     """A memory (upwards, 0 to ``top``) against time; regions in the unit of ``top``."""
     fig = new_figure(height=4.2)
     ax = fig.subplots()
     ax.imshow(
-        colour_codes(values, names, first=first_colour),
+        colour_codes(values, names),
         aspect="auto",
         origin="lower",
         extent=(clock[0], clock[-1], 0, top),
@@ -271,7 +262,7 @@ def _against_time(
         ax.axvline(now, color=INK, linewidth=1.0)
     ax.set_xlabel(CLOCK)
     ax.set_title(title)
-    _legend(fig, names, values, first_colour)
+    _legend(fig, names, values)
     return fig
 
 
@@ -297,7 +288,7 @@ def tmem_against_time(
     if values.shape != (COLUMNS, len(clock)) or values.dtype.kind not in "iu" or len(clock) < 2:
         wanted = f"integers [{COLUMNS}, times], two times or more"
         raise ArgumentError("codes", f"{values.dtype}{list(values.shape)}", wanted)
-    fig = _against_time(values, clock, names, title, COLUMNS, regions, 0)
+    fig = _against_time(values, clock, names, title, COLUMNS, regions)
     fig.axes[0].set_ylabel("column of tensor memory")
     fig.axes[0].set_yticks(range(0, COLUMNS + 1, 64))
     last = _amounts(values[:, -1], names)

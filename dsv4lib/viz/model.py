@@ -20,19 +20,24 @@ from matplotlib.ticker import MaxNLocator
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import style
 from dsv4lib.viz.arrays import as_array, cell_texts
+from dsv4lib.viz.kinds import colour as kind_colour
+from dsv4lib.viz.kinds import colours as kind_colours
 from dsv4lib.viz.panels import MAX_NUMBERED, cell_lines, frame, ink_on, styled
 
-KIND_COLOURS = {"SWA": style.PALETTE[4], "CSA": style.PALETTE[0], "HCA": style.PALETTE[1]}
+KIND_COLOURS = {kind: kind_colour(kind) for kind in ("SWA", "CSA", "HCA")}
 EMPTY = "#eef1f4"
 WINDOW, VISIBLE, SELECTED = 1, 2, 3  # codes of a visibility map; 0 is hidden
 VISIBILITY = {
-    WINDOW: ("token in the window", style.PALETTE[4]),
-    VISIBLE: ("entry complete, not selected", style.PALETTE[6]),
-    SELECTED: ("entry attended", style.PALETTE[0]),
+    WINDOW: ("token in the window", kind_colour("window")),
+    VISIBLE: ("entry complete, not selected", kind_colour("entry not selected")),
+    SELECTED: ("entry attended", kind_colour("entry")),
 }
 LINED = 128  # tokens of a window map that get lines between them
 PREVIOUS, OWN = 1, 2  # codes of a window map: which window of an entry a token belongs to
-POOLING = {PREVIOUS: ("previous window, Ca half", style.PALETTE[1]), OWN: ("own window", style.PALETTE[0])}
+POOLING = {
+    PREVIOUS: ("previous window, Ca half", kind_colour("window before")),
+    OWN: ("own window", kind_colour("own window")),
+}
 
 
 @styled
@@ -196,13 +201,13 @@ def ring(held: Any, title: str = "", steps_are: str = "position of the newest to
     newest = values.argmax(axis=1)
     there = values.max(axis=1) >= 0
     steps = np.arange(len(values))
-    ax.scatter(newest[there], steps[there], s=2.5, color=style.PALETTE[5], linewidths=0, label="newest key")
+    ax.scatter(newest[there], steps[there], s=2.5, color=kind_colour("newest key"), linewidths=0, label="newest key")
     frame(ax)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel="slot of the ring", ylabel=steps_are, title=title)
     fig.colorbar(image, ax=ax, label="position held by the slot", pad=0.01)
     fig.legend(
-        handles=[Patch(color=style.PALETTE[5], label="newest key"), Patch(color=EMPTY, label="never written")],
+        handles=[Patch(color=kind_colour("newest key"), label="newest key"), Patch(color=EMPTY, label="never written")],
         loc="outside lower center",
         ncols=2,
     )
@@ -238,13 +243,14 @@ def curves(
     fig = style.new_figure(height=3.4)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
     summary = []
+    chosen = kind_colours(label for lines in panels.values() for label in lines)
     dashes = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
     for ax, (title, lines) in zip(axes, panels.items(), strict=True):
         for index, (label, line) in enumerate(lines.items()):
             values = as_array(label, line)
             if values.shape != places.shape:
                 raise ArgumentError(f"panels[{title!r}][{label!r}]", values.shape, f"the shape of x, {places.shape}")
-            look = {"color": style.PALETTE[(0, 5, 2, 1, 3)[index % 5]], "linestyle": dashes[index % 5]}
+            look = {"color": chosen[label], "linestyle": dashes[index % 5]}
             ax.plot(places, values, linewidth=1.8, label=label, **look)
             summary.append(f"{label} goes from {values[0]:.3g} to {values[-1]:.3g}")
         if np.all(places == np.round(places)):
@@ -283,10 +289,10 @@ def kv_bytes(
     fig = style.new_figure(height=3.4)
     bars, lines = fig.subplots(1, 2, width_ratios=(1.0, 1.1))
     start = np.zeros(len(per_token))
-    for index, part in enumerate(parts):
+    colours, chosen = kind_colours(parts), kind_colours(per_token)
+    for part in parts:
         sizes = np.array([costs.get(part, 0.0) for costs in per_token.values()])
-        colour = style.PALETTE[(0, 4, 1, 3, 2)[index % 5]]
-        bars.barh(list(per_token), sizes, left=start, color=colour, label=part, height=0.55)
+        bars.barh(list(per_token), sizes, left=start, color=colours[part], label=part, height=0.55)
         start += sizes
     for row, total in enumerate(start):
         bars.text(total, row, f" {total:,.0f}", va="center", fontsize=8.5)
@@ -296,7 +302,7 @@ def kv_bytes(
     summary = []
     for index, (name, total) in enumerate(zip(per_token, start, strict=True)):
         gib = (fixed[name] + total * np.asarray(contexts, dtype=float)) / 2**30
-        look = {"color": style.PALETTE[(0, 5, 2, 1)[index % 4]], "linestyle": ("-", "--", "-.", ":")[index % 4]}
+        look = {"color": chosen[name], "linestyle": ("-", "--", "-.", ":")[index % 4]}
         lines.plot(contexts, gib, linewidth=1.8, label=name, **look)
         summary.append(f"{name}: {total:,.0f} bytes per token, {gib[-1]:.2f} GiB at {contexts[-1]:,} tokens")
     lines.set_xscale("log", base=2)
@@ -330,9 +336,9 @@ def parity(rows: Sequence[tuple[str, float, float]], title: str = "") -> Figure:
     top = 10 * float(np.max([*shown[np.isfinite(shown)], *limit]))
     shown = np.minimum(shown, top)
     ax.hlines(place, low, shown, color=style.GRID, linewidth=1.0)
-    ax.scatter(shown[ok], place[ok], color=style.PALETTE[0], s=26, label="difference, within its bound", zorder=3)
+    ax.scatter(shown[ok], place[ok], color=kind_colour("right"), s=26, label="difference, within its bound", zorder=3)
     if not ok.all():
-        look = {"color": style.PALETTE[5], "marker": "X", "s": 44, "zorder": 3}
+        look = {"color": kind_colour("wrong"), "marker": "X", "s": 44, "zorder": 3}
         ax.scatter(shown[~ok], place[~ok], label="difference, too large", **look)
     ax.scatter(limit, place, color=style.INK, marker="|", s=90, label="bound")
     ax.set_xscale("log")

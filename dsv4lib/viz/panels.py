@@ -19,7 +19,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, RC
+from dsv4lib.viz.style import GRID, INK, MUTED, PAPER, RC
 
 MAX_NUMBERED = 16  # cells carry numbers only up to 16 x 16
 
@@ -60,7 +60,7 @@ def ink_on(colour: Any) -> str:
     return INK if _luminance(colour) + 0.05 > _BALANCE else PAPER
 
 
-def categories(ax: Axes, codes: np.ndarray, colours: Sequence[str] = PALETTE, empty: str = "#eef1f4") -> None:
+def categories(ax: Axes, codes: np.ndarray, colours: Sequence[str], empty: str = "#eef1f4") -> None:
     """A raster whose cell ``codes[i, j]`` picks a colour (modulo their number). Negative codes are left ``empty``."""
     cmap = ListedColormap([empty, *colours])
     ax.imshow(np.where(codes < 0, 0, codes % len(colours) + 1), cmap=cmap, vmin=0, vmax=len(colours), aspect="auto")

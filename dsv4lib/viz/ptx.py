@@ -19,7 +19,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.viz import style
+from dsv4lib.viz import kinds, style
 from dsv4lib.viz.panels import styled
 
 THREAD, WARP, CTA = "one thread", "a whole warp", "every thread"
@@ -183,7 +183,7 @@ def instruction_bars(ptx: str, title: str = "Instructions in the PTX") -> Figure
     rows = instruction_table(ptx)
     fig = style.new_figure(height=0.9 + 0.24 * len(rows))
     ax = fig.subplots()
-    colour = {**dict(zip(UNITS, style.PALETTE, strict=False)), "scalar": style.PALETTE[-1]}
+    colour = {unit: kinds.colour(unit) for unit in UNITS}
     positions = range(len(rows))
     for unit in UNITS:
         of_unit = [(y, row.count) for y, row in zip(positions, rows, strict=True) if row.family.unit == unit]

@@ -12,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import INK, MUTED, PALETTE, new_figure, set_alt
+from dsv4lib.viz.style import INK, MUTED, new_figure, set_alt
 
 _MARKERS = "osD^vP*X"
 _SIZE, _DOT = 6, 3.5  # of a label's letters and of a point's radius, in points
@@ -43,6 +44,7 @@ def roofline(
     lowest, highest = min(x for x, _, _ in points) / 2, max(x for x, _, _ in points) * 2.5
     highest = max(highest, 4 * peak / max(bandwidths.values(), default=peak))  # so that both roofs are seen
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    chosen = kinds.colours(names)
     fig = new_figure(height=4.4)
     axes = np.atleast_1d(fig.subplots(1, len(panels), sharex=True, sharey=True))
     x = np.geomspace(lowest, highest, 200)
@@ -54,7 +56,7 @@ def roofline(
         axis.annotate(f"{peak:g} TFLOP/s", (highest, peak), color=MUTED, fontsize=7, ha="right", va="bottom")
         for line, some in series.items():
             i = names.index(line)
-            style = {"color": PALETTE[i % len(PALETTE)], "marker": _MARKERS[i % len(_MARKERS)]}
+            style = {"color": chosen[line], "marker": _MARKERS[i % len(_MARKERS)]}
             axis.plot([p[0] for p in some], [p[1] for p in some], ls="", ms=5, label=line, **style)
         axis.set(xscale="log", yscale="log", title=name, xlabel="FLOP a byte of HBM")
         axis.grid(True, which="major", alpha=0.4)

@@ -15,11 +15,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import MAX_NUMBERED, categories, cell_lines, frame, matrix, numbers, styled, ticks, zoom_frame
-from dsv4lib.viz.style import INK, MUTED, PALETTE, new_figure, set_alt
+from dsv4lib.viz.style import INK, MUTED, new_figure, set_alt
 
 BANKS, BANK_BYTES, CHUNK_BYTES = 32, 4, 16
 GROUPS = BANKS * BANK_BYTES // CHUNK_BYTES  # 8 groups of 4 banks
+GROUP_COLOURS = [kinds.number(group) for group in range(GROUPS)]
 
 
 def chunk_groups(offsets: Any, element_bytes: float) -> tuple[np.ndarray, bool]:
@@ -66,9 +68,9 @@ def bank_words(addresses: Any, chunk_bytes: int = CHUNK_BYTES) -> np.ndarray:
 
 def _detail(ax: Axes, groups: np.ndarray, line: str) -> tuple[int, int]:
     part = groups[:MAX_NUMBERED, :MAX_NUMBERED]
-    categories(ax, part)
+    categories(ax, part, GROUP_COLOURS)
     cell_lines(ax, *part.shape)
-    numbers(ax, part, np.array([to_rgb(c) for c in PALETTE])[part], size=8)
+    numbers(ax, part, np.array([*map(to_rgb, GROUP_COLOURS)])[part], size=8)
     ax.set_xlabel(f"16-byte chunk of a {line}")
     ax.set_ylabel(line)
     ticks(ax, *part.shape)
@@ -76,7 +78,7 @@ def _detail(ax: Axes, groups: np.ndarray, line: str) -> tuple[int, int]:
 
 
 def _overview(ax: Axes, groups: np.ndarray, shape: tuple[int, int]) -> None:
-    categories(ax, groups)
+    categories(ax, groups, GROUP_COLOURS)
     zoom_frame(ax, 0, 0, *shape, colour=INK)
     ticks(ax, *groups.shape)
     ax.set_xticks([0, groups.shape[1] - 1])
@@ -139,7 +141,7 @@ def bank_conflicts(accesses: Mapping[str, Any], title: str, chunk_bytes: int = C
     fig = new_figure(height=2.5)
     axes = fig.subplots(1, len(counts), sharey=True, squeeze=False)[0]
     for ax, (name, words) in zip(axes, counts.items(), strict=True):
-        colours = [PALETTE[bank // 4] for bank in range(BANKS)]
+        colours = [GROUP_COLOURS[bank * BANK_BYTES // CHUNK_BYTES] for bank in range(BANKS)]
         ax.bar(range(BANKS), words, color=colours, width=0.85)
         frame(ax)
         ax.set_ylim(0, top * 1.15 + 0.2)

@@ -121,25 +121,35 @@ def changes(now: list[str], before: list[str]) -> list[tuple[str, str]]:
     return [(line[0], line[2:]) for line in difflib.ndiff(before, now) if line[0] in "+- "]
 
 
-def show_method(function: Callable[..., Any], kernel: Any = None, before: Any = None) -> None:
+def show_method(
+    function: Callable[..., Any], kernel: Any = None, before: Any = None, was: Callable[..., Any] | None = None
+) -> None:
     """Display a method's source as ``kernel`` compiles it.
 
     Args:
         function: the method, or a function.
         kernel: the object whose configuration decides branches; None: all are shown.
         before: another kernel object: lines that its method of the same name has not, or alone has, are marked.
+        was: the method of ``before`` that this one replaces, where it has another name.
+
+    Raises:
+        ArgumentError: ``before`` has no method of that name.
     """
     from IPython.display import display
 
     lines = specialised(function, kernel)
     marked = [(" ", line) for line in lines]
     if before is not None:
-        marked = changes(lines, specialised(getattr(type(before), inspect.unwrap(function).__name__), before))
+        name = inspect.unwrap(was or function).__name__
+        if not hasattr(type(before), name):
+            raise ArgumentError("before", repr(before), f"a kernel with a method {name}; `was` names another one")
+        marked = changes(lines, specialised(getattr(type(before), name), before))
     plain = inspect.unwrap(function)
     source, first = inspect.getsourcelines(plain)
     first += next(n for n, line in enumerate(source) if line.lstrip().startswith("def "))
     where = f"{Path(inspect.getsourcefile(plain)).name}, line {first}"
-    title = f"{where}{'' if before is None else f'; + new, - gone since {before!r}'}"
+    since = f"{before!r}{'' if was is None else f', {name}'}"
+    title = f"{where}{'' if before is None else f'; + new, - gone since {since}'}"
     text = "\n".join([title, *(f"{mark} {line}".rstrip() for mark, line in marked)])
     body = "".join(f'<div style="{_LOOK[mark]}">{html.escape(f"{mark} {line}") or " "}</div>' for mark, line in marked)
     head = f'<div style="color:{MUTED}">{html.escape(title)}</div>'

@@ -13,17 +13,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import frame, ink_on, styled
-from dsv4lib.viz.style import INK, MUTED, PALETTE, new_figure, set_alt
+from dsv4lib.viz.style import INK, MUTED, new_figure, set_alt
 from dsv4lib.viz.tmem import Region, draw_map, listing
 
-MEMORIES = {"SMEM": PALETTE[4], "TMEM": PALETTE[1], "registers": PALETTE[3]}
+MEMORIES = ("SMEM", "TMEM", "registers")
 _GAP = 0.35
 
 
 @dataclass(frozen=True)
 class Part:
-    """An operand or a result: its name, rows x columns. Also the memory it lives in (a key of `MEMORIES`)."""
+    """An operand or a result: its name, rows x columns. Also the memory it lives in (one of `MEMORIES`)."""
 
     name: str
     rows: int
@@ -78,7 +79,7 @@ def _product(ax: Axes, product: tuple[Part, Part, Part]) -> None:
     m, k, n = (extent**0.5 / 8 for extent in (a.rows, a.columns, b.columns))
     places = ((a, 0.0, 0.0, k, m), (b, k + _GAP, m + _GAP, n, k), (d, k + _GAP, 0.0, n, m))
     for part, x, y, width, height in places:
-        colour = MEMORIES[part.memory]
+        colour = kinds.colours([part.name])[part.name]
         ax.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="none"))
         text = f"{part.name}\n{part.rows} x {part.columns}\n{part.memory}"
         where = {"ha": "center", "va": "center", "color": ink_on(colour), "fontsize": 8}
@@ -91,8 +92,9 @@ def _product(ax: Axes, product: tuple[Part, Part, Part]) -> None:
 def _stack(ax: Axes, buffers: Sequence[tuple[str, int]], limit: int) -> None:
     """Shared memory as a stack of buffers, first byte at the bottom."""
     at, small = 0, []  # small ones share a label beside the stack
-    for number, (name, size) in enumerate(buffers):
-        colour = PALETTE[number % len(PALETTE)]
+    chosen = kinds.colours(name for name, _ in buffers)
+    for name, size in buffers:
+        colour = chosen[name]
         ax.bar(0, size / 1024, bottom=at / 1024, width=1.0, color=colour, edgecolor="white", linewidth=0.8)
         if size > 0.05 * limit:
             label = {"ha": "center", "va": "center", "fontsize": 8, "color": ink_on(colour)}

@@ -16,11 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import frame, ink_on, styled
-from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, new_figure, set_alt
+from dsv4lib.viz.style import GRID, INK, MUTED, PAPER, new_figure, set_alt
 
 CLOCK = "executed warp-instructions (an order, not GPU time)"
-_EVEN, _ODD = "#56B4E9", "#bfe1f6"
+_EVEN, _ODD, _WAITED = (kinds.colour(kind) for kind in ("even phase", "odd phase", "a warp waits for it"))
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def timeline(
     Args:
         tracks: rows, top to bottom.
         title: of which launch.
-        colours: of kinds; others take the palette in order of appearance.
+        colours: of kinds; others are those of `viz.kinds`.
         now: a time to mark with a vertical line.
 
     Raises:
@@ -65,15 +66,13 @@ def timeline(
     if not tracks:
         raise ArgumentError("tracks", "none", "at least one track")
     spans = [_check(track) for track in tracks]
-    chosen = dict(colours or {})
-    for kind in dict.fromkeys(k for track in tracks for k in track.kind):
-        chosen.setdefault(kind, PALETTE[len(chosen) % len(PALETTE)])
+    chosen = kinds.colours(k for track in tracks for k in track.kind) | dict(colours or {})
     fig = new_figure(height=1.2 + 0.3 * len(tracks))
     ax = fig.subplots()
     for y, (track, (start, end)) in enumerate(zip(tracks, spans, strict=True)):
-        kinds = np.asarray(track.kind, dtype=object)
+        of_each = np.asarray(track.kind, dtype=object)
         for kind in dict.fromkeys(track.kind):
-            mine = kinds == kind
+            mine = of_each == kind
             bars = list(zip(start[mine], end[mine] - start[mine], strict=True))
             ax.broken_barh(bars, (y - 0.36, 0.72), facecolors=chosen[kind], edgecolor=PAPER, linewidth=0.4)
     _rows(ax, [track.name for track in tracks], title)
@@ -101,8 +100,8 @@ def _rows(ax: Axes, names: Sequence[str], title: str) -> None:
 
 def _share(track: Track, start: np.ndarray, end: np.ndarray) -> str:
     """One sentence: how long a track spent in each kind."""
-    kinds = np.asarray(track.kind, dtype=object)
-    parts = [f"{kind} {int((end - start)[kinds == kind].sum())}" for kind in dict.fromkeys(track.kind)]
+    of_each = np.asarray(track.kind, dtype=object)
+    parts = [f"{kind} {int((end - start)[of_each == kind].sum())}" for kind in dict.fromkeys(track.kind)]
     return f"{track.name}: {', '.join(parts) or 'nothing'}."
 
 
@@ -145,7 +144,7 @@ def barrier_phases(barriers: Sequence[Phases], end: float, title: str, now: floa
             raise ArgumentError("barriers", f"{barrier.name}: {times.tolist()}", "ascending times up to `end`")
         _phase_row(ax, y, times, float(end))
         waits = np.asarray(barrier.waits, float).reshape(-1, 2)
-        ax.hlines(np.full(len(waits), y + 0.36), waits[:, 0], waits[:, 1], color=PALETTE[5], linewidth=2.2)
+        ax.hlines(np.full(len(waits), y + 0.36), waits[:, 0], waits[:, 1], color=_WAITED, linewidth=2.2)
         waited = int((waits[:, 1] - waits[:, 0]).sum())
         sentences.append(f"{barrier.name}: {len(times) - 2} phases, waited on for {waited}.")
     _rows(ax, [barrier.name for barrier in barriers], title)
@@ -155,7 +154,7 @@ def barrier_phases(barriers: Sequence[Phases], end: float, title: str, now: floa
     handles = [
         Patch(facecolor=_EVEN, label="even phase"),
         Patch(facecolor=_ODD, label="odd phase"),
-        Patch(facecolor=PALETTE[5], label="a warp waits for it"),
+        Patch(facecolor=_WAITED, label="a warp waits for it"),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     return set_alt(fig, f"Barrier phases, {title}. " + " ".join(sentences))

@@ -11,8 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import INK, MUTED, PALETTE, new_figure, set_alt
+from dsv4lib.viz.style import INK, MUTED, new_figure, set_alt
 
 _MARKERS = "oDs^vP*X"
 
@@ -50,8 +51,9 @@ def over_bytes(
         # At the right, where launches of so many bytes cannot be this short: no point lies there.
         place = {"xytext": (-3, 2), "textcoords": "offset points", "ha": "right", "va": "bottom"}
         axis.annotate(f"{name}, {us:g} us", (highest, us), color=MUTED, fontsize=7, **place)
+    chosen = kinds.colours(series)
     for i, (name, some) in enumerate(series.items()):
-        style = {"color": PALETTE[i % len(PALETTE)], "marker": _MARKERS[i % len(_MARKERS)]}
+        style = {"color": chosen[name], "marker": _MARKERS[i % len(_MARKERS)]}
         axis.plot([p[0] for p in some], [p[1] for p in some], ls="", ms=4.5, alpha=0.8, label=name, **style)
     axis.set(xscale="log", yscale="log", xlabel="bytes that must be moved", ylabel="us", title=title)
     axis.set_xlim(lowest, highest)

@@ -17,8 +17,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import cell_lines, frame, styled, ticks
-from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, new_figure, set_alt
+from dsv4lib.viz.style import GRID, INK, MUTED, PAPER, new_figure, set_alt
 
 _NEVER, _FILL, _AGAIN = "#eef1f4", "#c9ced4", "#b00020"
 _LIGHT = ("#8fc1e3", "#f5cf85", "#8ed3bd", "#e8bdd4", "#bfe1f6", "#eeb089", "#f7ef9f")  # the palette, tinted
@@ -163,7 +164,7 @@ def iterations(
     for i, at in enumerate(number.tolist()):
         picture[at, i] = 2 if at in seen else 1
         seen.add(at)
-    colours = [_NEVER, PALETTE[0], _AGAIN, "#f3c6cd"]
+    colours = [_NEVER, kinds.colour("loaded once"), _AGAIN, "#f3c6cd"]
     fig = new_figure(height=min(1.5 + 0.24 * len(loaded), 4.2))
     ax = fig.subplots()
     ax.imshow(picture, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto")
@@ -177,8 +178,8 @@ def iterations(
     ax.set_xlabel("iteration")
     again, never = int((loaded - 1).clip(0).sum()), int((loaded == 0).sum())
     ax.set_title(title)
-    kinds = zip(colours[1:], ("loaded", "loaded again", "never"), (1, 2, 3), strict=True)
-    handles = [Patch(facecolor=c, label=n) for c, n, code in kinds if (picture == code).any()]
+    states = zip(colours[1:], ("loaded", "loaded again", "never"), (1, 2, 3), strict=True)
+    handles = [Patch(facecolor=c, label=n) for c, n, code in states if (picture == code).any()]
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     facts = f"{len(starts)} boxes loaded, {again} of them again; {never} of {len(loaded)} boxes never loaded"
     return set_alt(fig, f"TMA boxes by iteration, {title}: {facts}.")
@@ -203,9 +204,10 @@ def gathers(rows: Any, groups: Sequence[tuple[str, int]], tile: int, title: str)
     fig = new_figure(height=3.0)
     ax = fig.subplots()
     keys, at, facts = np.arange(len(values)), 0, []
-    for number, (name, count) in enumerate(groups):
+    chosen = kinds.colours(name for name, _ in groups)
+    for name, count in groups:
         mine = (keys >= at) & (keys < at + count) & (values >= 0)
-        colour = PALETTE[(0, 2, 3)[number % 3]]
+        colour = chosen[name]
         ax.scatter(keys[mine], values[mine], s=9, color=colour, label=f"{name}: row of its tensor", linewidths=0)
         facts.append(f"{int(mine.sum())} rows of {name}")
         at += count

@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import categories, frame, ink_on, matrix, styled, ticks
-from dsv4lib.viz.style import INK, MUTED, PALETTE, PAPER, SEQUENTIAL, new_figure, set_alt
+from dsv4lib.viz.style import GRID, INK, MUTED, PAPER, SEQUENTIAL, new_figure, set_alt
 
 LANES, COLUMNS, QUARTER = 128, 512, 32
 _CLASH = "#b00020"
@@ -71,12 +72,13 @@ def draw_map(ax: Axes, regions: Sequence[Region]) -> tuple[int, int]:
     """
     owner = np.full((LANES, COLUMNS), -1, dtype=np.int64)
     claims = np.zeros((LANES, COLUMNS), dtype=np.int64)
-    colours = [r.colour or PALETTE[i % len(PALETTE)] for i, r in enumerate(regions)]
+    chosen = kinds.colours(region.name for region in regions)
+    colours = [region.colour or chosen[region.name] for region in regions]
     for i, region in enumerate(regions):
         _check(region)
         block = np.s_[region.lane0 : region.lane0 + region.lanes, region.col0 : region.col0 + region.cols]
         owner[block], claims[block] = i, claims[block] + 1
-    categories(ax, owner, colours or PALETTE)
+    categories(ax, owner, colours or [GRID])
     twice = claims > 1
     if twice.any():
         ax.imshow(np.where(twice, 1.0, np.nan), cmap=ListedColormap([_CLASH]), aspect="auto", alpha=0.85)

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import frame, matrix, styled, ticks
 from dsv4lib.viz.style import INK, PAPER, SEQUENTIAL, new_figure, set_alt
 
@@ -67,7 +68,15 @@ def thread_value_map(rows: Any, columns: Any, tile: tuple[int, int], title: str,
     for ax, values, label in zip(fig.subplots(1, 2), (owner, register), ("thread", "register"), strict=True):
         _panel(fig, ax, values, f"{label} that holds the element")
         size = float(np.clip(900 / max(tile), 3, 60))
-        ax.scatter(c[thread], r[thread], s=size, marker="s", color="#D55E00", edgecolors=PAPER, linewidths=0.6)
+        ax.scatter(
+            c[thread],
+            r[thread],
+            s=size,
+            marker="s",
+            color=kinds.colour("marked thread"),
+            edgecolors=PAPER,
+            linewidths=0.6,
+        )
     fig.suptitle(f"{title}; thread {thread} in orange", fontsize=10, fontweight="bold", color=INK)
     first = ", ".join(f"({a}, {b})" for a, b in zip(r[thread, :4], c[thread, :4], strict=False))
     return set_alt(

@@ -10,10 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, new_figure, set_alt
+from dsv4lib.viz.style import GRID, INK, MUTED, PAPER, new_figure, set_alt
 
-FULL, INNER, OTHER = PALETTE[4], PALETTE[0], PALETTE[1]
+FULL, INNER, OTHER = (kinds.colour(kind) for kind in ("whole", "inner", "other"))
 LACKING = "-"
 
 

@@ -30,6 +30,14 @@ def test_no_cell_of_a_plan_is_claimed_twice_and_the_budget_agrees(kernel):
     assert "of 512 columns" in fmha_figures.tile_picture(kernel).axes[-1].get_title(loc="left")
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_each_element_of_o_has_a_cell_of_its_own_inside_o(head_dim):
+    kernel = Fmha(head_dim)
+    places = fmha_figures.o_places(kernel).reshape(-1, 2)
+    assert len(set(map(tuple, places.tolist()))) == 64 * head_dim
+    assert places.min() == 0 and places[:, 0].max() == LANES - 1 and places[:, 1].max() == kernel.q_column - 1
+
+
 def test_gathered_rows_are_those_of_the_lists():
     one = case(3, [70, 9], [5, 33], seed=2)
     outcome = run_fmha(Fmha, (512, "bf16", "index"), one, trace=True)

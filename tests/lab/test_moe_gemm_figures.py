@@ -9,7 +9,7 @@ from dsv4lib.formats import nvfp4, scale_swizzle
 from dsv4lib.layers.experts import FORMS
 from dsv4lib.ops.moe_gemm.inputs import case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
-from dsv4lib.pages.moe_gemm import figures
+from dsv4lib.pages.moe_gemm import figures, routes
 from dsv4lib.pages.moe_gemm.run_case import expected, mode_case, run_moe_gemm
 from dsv4lib.predict import moe
 from dsv4lib.viz.style import alt_text
@@ -47,7 +47,7 @@ def test_the_schedule_is_that_of_the_rule_and_another_is_seen(traced):
 
 def test_scales_lie_where_an_mma_looks_for_them(traced):
     outcome, _ = traced
-    held = figures.scales_in_tmem(outcome.trace, outcome.kernel).axes[0].images[0].get_array()
+    held = figures.scales_in_tmem(outcome.trace).axes[0].images[0].get_array()
     for row in (0, 31, 32, 100, 127):
         assert (held[row % 32 :: 32, row // 32] == row).all()
     byte = figures.scale_block().axes[0].images[0].get_array()
@@ -83,9 +83,10 @@ def test_loads_of_random_tokens(capsys):
 
 
 def test_faults_are_counted_only_where_they_are_missed(capsys):
-    assert set(figures.FAULT_NAMES) == set(figures.FAULT_SHAPES)
-    assert figures.show_faults(figures.FAULT_NAMES[:1]) == 0
-    assert figures.show_faults(figures.FAULT_NAMES[:1], sound=True) == 1
+    names = figures.PRODUCT_FAULTS + figures.LAUNCH_FAULTS
+    assert len(set(names)) == len(names) and set(names) == set(figures.FAULT_SHAPES)
+    assert figures.show_faults(figures.LAUNCH_FAULTS[:1]) == 0
+    assert figures.show_faults(figures.LAUNCH_FAULTS[:1], sound=True) == 1
 
 
 def test_costs_follow_the_configuration(capsys):
@@ -101,3 +102,10 @@ def test_the_recorded_model_is_shown(capsys):
     assert all(len(line) == len(figures.PREDICTED) for line in figures.predicted(rows))
     figures.predictions(rows[:6])
     assert "Roofline with 24 points" in alt_text(figures.rooflines(rows))
+
+
+def test_routes_are_those_of_the_oracles_and_exchanged_ones_are_counted():
+    right, wrong = routes.run_routes(seed=3), routes.run_routes(seed=3, exchanged=True)
+    assert right.wrong == 0 < wrong.wrong
+    assert int(right.placed.counts[1]) == 0 and int(right.placed.row_of[-1, -1]) == -1
+    assert routes.route_map(right).axes[0].images[0].get_array().max() == int(right.placed.row_of.max())

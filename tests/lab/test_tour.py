@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from dsv4lib import env, lab
-from dsv4lib.lab import glossary
+from dsv4lib.lab import glossary, turns
 from dsv4lib.lab.stage import discover
 
 PAGES = sorted(path for path in (env.root() / "notebooks").glob("*.ipynb") if path.stem[:2] < "90")
@@ -39,6 +40,27 @@ def test_each_reader_has_a_path_and_every_page_of_it_exists() -> None:
     ]  # fmt: skip
     names = {path.name for path in PAGES}
     assert all(len([name for name in names if f"({name})" in row]) >= 5 for row in rows)
+
+
+def compared(path: Path) -> list[bool]:
+    """Whether each call of show_method on a page compares with another kernel."""
+    code = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code")
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    return [len(call.args) > 2 for call in calls if ast.unparse(call.func) == "show_method"]
+
+
+def test_each_page_of_a_kernel_shows_its_methods_and_what_changed(tmp_path: Path) -> None:
+    kernels = [path for path in PAGES if "30" <= path.stem[:2] <= "41"]
+    assert len(kernels) == 11
+    assert compared(kernels[0]) and all(any(compared(path)) for path in kernels[1:])
+    page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("show_method(a)\nshow_method(a, b, c)")])
+    nbformat.write(page, tmp_path / "page.ipynb")
+    assert compared(tmp_path / "page.ipynb") == [False, True] and not compared(PAGES[0])
+
+
+def test_the_first_half_of_the_tour_has_something_to_do_on_each_page() -> None:
+    for path in (path for path in PAGES if path.stem[:2] <= "41"):
+        assert turns.of_notebook(path), path.name
 
 
 @pytest.mark.parametrize(

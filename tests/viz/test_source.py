@@ -115,3 +115,19 @@ def test_a_method_is_shown_with_what_changed(monkeypatch: pytest.MonkeyPatch) ->
     assert "x &gt; 7" in shown[0]["text/html"] and shown[0]["text/html"].count("background") == 3
     source.show_method(Kernel.method)
     assert "gone" not in shown[1]["text/plain"]
+
+
+class Renamed(Kernel):
+    def other(self, x):
+        x += 9
+        return x
+
+
+def test_a_method_is_compared_with_the_one_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
+    source.show_method(Renamed.other, Renamed("a"), Kernel("a"), was=Kernel.method)
+    text = shown[0]["text/plain"].splitlines()
+    assert text[0].endswith("gone since Kernel(a), method") and "+     x += 9" in text
+    with pytest.raises(ArgumentError, match="a kernel with a method other"):
+        source.show_method(Renamed.other, Renamed("a"), Kernel("a"))

@@ -62,6 +62,13 @@ class SoftmaxStates(NamedTuple):
     p: pipeline.PipelineState
 
 
+class Maxima(NamedTuple):
+    """Maxima of a row in log2: row_max so far, and tile_max of this tile."""
+
+    row_max: Float32
+    tile_max: Float32
+
+
 class Softmax(Epilogue):
     """Run the softmax warps; hand row_sum and row_max to the epilogue warps.
 
@@ -164,25 +171,48 @@ class Softmax(Epilogue):
             tile_max = tile_row_max(rS, valid, sRow, tidx, pair) * scale_log2
 
             p.producer_acquire(p_state)
-            # row_max = tile_max where that is more than 2^4 above it
-            new_max = row_max
-            if tile_max > row_max + RESCALE_LOG2:
-                new_max = tile_max
-            if cute.arch.vote_any_sync(new_max != row_max):
-                # O, row_sum *= acc_scale
-                acc_scale = Float32(1.0)
-                if new_max != row_max:
-                    acc_scale = cute.math.exp2(row_max - new_max, fastmath=True)
-                row_sum *= acc_scale
-                if tile > work.first:
-                    self.wait_for_o(p, p_state)
-                    rescale(address, self.q_column, tidx, acc_scale)
-                row_max = new_max
+            maxima = Maxima(row_max, tile_max)
+            row_max, row_sum = self.correct(maxima, row_sum, tile > work.first, address, tidx, p, p_state)
             # P = exp2(scale_log2 * S - row_max)
             row_sum += store_p(rS, scale_log2, row_max, pieces, self.element, p_state.index)
             self.commit(p, p_state)
             p_state.advance()
         return row_max, row_sum, s_state, p_state, stage
+
+    @cute.jit
+    def correct(
+        self,
+        maxima: Maxima,
+        row_sum: Float32,
+        has_o: cutlass.Boolean,
+        address: cute.Pointer,
+        tidx: Int32,
+        p: pipeline.PipelineAsyncUmma,
+        p_state: pipeline.PipelineState,
+    ):
+        """Correct O and row_sum where the maximum grew by more than 2^4.
+
+        Args:
+            has_o: false in the first tile of an item, before O is there.
+
+        Returns:
+            row_max, to which P of this tile is relative, and row_sum.
+        """
+        row_max, tile_max = maxima
+        new_max = row_max
+        if tile_max > row_max + RESCALE_LOG2:
+            new_max = tile_max
+        if cute.arch.vote_any_sync(new_max != row_max):
+            # O, row_sum *= acc_scale
+            acc_scale = Float32(1.0)
+            if new_max != row_max:
+                acc_scale = cute.math.exp2(row_max - new_max, fastmath=True)
+            row_sum *= acc_scale
+            if has_o:
+                self.wait_for_o(p, p_state)
+                rescale(address, self.q_column, tidx, acc_scale)
+            row_max = new_max
+        return row_max, row_sum
 
     @cute.jit
     def clear_values(self, rS: cute.Tensor, sKV: Int32, stage: Int32, warp: Int32):

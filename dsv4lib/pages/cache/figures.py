@@ -15,11 +15,10 @@ from dsv4lib.pages.cache.run_case import DIM, GROUP, GROUPS, NOPE, PAGE, WINDOW,
 from dsv4lib.pages.common import faults as injected
 from dsv4lib.viz import style
 from dsv4lib.viz.diagram import pipeline
+from dsv4lib.viz.kinds import colour
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.table import show_table
 
-BLUE, ORANGE, GREEN, PINK, SKY, _, _, GREY = PALETTE
 SHOWN = 10  # tokens of a table of numbers
 ALLOWED = {"nope_error": 1.0}  # of a check in `run_case.judged` that finds nothing; the others: 0
 CLASSES = ("zero", "below bf16's normal numbers", "number", "infinity", "NaN")
@@ -27,23 +26,23 @@ CLASSES = ("zero", "below bf16's normal numbers", "number", "infinity", "NaN")
 
 def flow() -> Figure:
     """A key's two ways: the window's ring, and the paged pool."""
-    key = ("kv row", "512 bf16, RoPE applied", SKY)
-    entry = ("entry", "a row the compressor made", SKY)
+    key = ("kv row", "512 bf16, RoPE applied", colour("given"))
+    entry = ("entry", "a row the compressor made", colour("given"))
     lanes = {
         "window, the last 128 tokens: kv_append": [
             key,
-            ("request", "of the row, by a ballot", ORANGE),
-            ("slot", "position mod 128", ORANGE),
-            ("ring", "1,024 bytes as they are", BLUE),
-            ("attention", "fmha reads rings", GREY),
+            ("request", "of the row, by a ballot", colour("choice")),
+            ("slot", "position mod 128", colour("choice")),
+            ("ring", "1,024 bytes as they are", colour("storage")),
+            ("attention", "fmha reads rings", colour("result")),
         ],
         "pool, what stays: quantize_kv_entries, kv_gather": [
             entry,
-            ("quantise", "7 groups of 64 to E4M3", PINK),
-            ("index", "page x page size + slot", ORANGE),
-            ("page", "584 bytes in two places", BLUE),
-            ("gather", "by a list; -1: zeros", GREEN),
-            ("dense rows", "512 bf16", SKY),
+            ("quantise", "7 groups of 64 to E4M3", colour("transform")),
+            ("index", "page x page size + slot", colour("choice")),
+            ("page", "584 bytes in two places", colour("storage")),
+            ("gather", "by a list; -1: zeros", colour("choice")),
+            ("dense rows", "512 bf16", colour("result")),
         ],
     }
     return pipeline(lanes, "how a key gets in and back")
@@ -171,13 +170,7 @@ def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
 
 
 GROUP_COLOURS = {
-    "window": BLUE,
-    "csa": ORANGE,
-    "keys": PINK,
-    "hca": GREEN,
-    "csa_state": SKY,
-    "keys_state": "#8cc5e3",
-    "hca_state": "#c3e2f3",
+    name: colour(name) for name in ("window", "csa", "keys", "hca", "csa_state", "keys_state", "hca_state")
 }
 
 
@@ -189,9 +182,9 @@ def pool_over_time(told: Story) -> Figure:
     places, start = range(len(told.moments)), [0] * len(told.moments)
     cached, unused = [one.cached for one in told.moments], [one.unused for one in told.moments]
     parts = {name: ([one.live[name] for one in told.moments], colour) for name, colour in GROUP_COLOURS.items()}
-    parts |= {"cached, of no request": (cached, GREY), "unused": (unused, "#eef1f4")}
-    for name, (pages, colour) in parts.items():
-        ax.barh(places, pages, left=start, height=0.8, color=colour, label=name, linewidth=0)
+    parts |= {"cached, of no request": (cached, colour("cached")), "unused": (unused, "#eef1f4")}
+    for name, (pages, shade) in parts.items():
+        ax.barh(places, pages, left=start, height=0.8, color=shade, label=name, linewidth=0)
         start = [a + b for a, b in zip(start, pages, strict=True)]
     ax.set_yticks(list(places), [one.event for one in told.moments])
     ax.set(xlabel="pages", xlim=(0, start[0]), title=f"a pool of {start[0]} pages, from top to bottom in time")

@@ -15,11 +15,10 @@ from dsv4lib.pages.compressor import run_case
 from dsv4lib.pages.compressor.run_case import CSA, HCA, INDEXER, PAGE, Run, Tokens
 from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.diagram import pipeline
-from dsv4lib.viz.style import PALETTE
+from dsv4lib.viz.kinds import colour
 from dsv4lib.viz.table import show_table
 
 FP32 = 4  # bytes
-BLUE, ORANGE, GREEN, PINK, SKY, RED, _, GREY = PALETTE
 STATES = {  # what is kept of a request and layer: (layers that keep it, bytes)
     "CSA: ring of 8 rows": (LayerKind.CSA, 2 * CSA.pooled * CSA.width * FP32),
     "indexer: ring of 8 rows": (LayerKind.CSA, 2 * INDEXER.pooled * INDEXER.width * FP32),
@@ -31,30 +30,33 @@ BYTES = ("E4M3, dims 0..447", "bf16, dims 448..511 (RoPE)", "UE8M0 scale", "padd
 
 def flow() -> Figure:
     """Draw the flow from projected rows to bytes in a page, for the three compressors."""
-    end = [("RMSNorm", "over the entry", GREEN), ("RoPE", "last 64 dims, position w rate", PINK)]
-    kv = ("584 bytes", "FP8 and bf16", GREY)
+    end = [
+        ("RMSNorm", "over the entry", colour("transform")),
+        ("RoPE", "last 64 dims, position w rate", colour("transform")),
+    ]
+    kv = ("584 bytes", "FP8 and bf16", colour("storage"))
     lanes = {
         "CSA, a window of 4 tokens": [
-            ("kv | gate", "1024 columns: Ca, Cb", SKY),
-            ("+ ape", "by place in the window", ORANGE),
-            ("softmax", "8 slots: Ca of w-1, Cb of w", BLUE),
+            ("kv | gate", "1024 columns: Ca, Cb", colour("given")),
+            ("+ ape", "by place in the window", colour("transform")),
+            ("softmax", "8 slots: Ca of w-1, Cb of w", colour("transform")),
             *end,
             kv,
         ],
         "HCA, a window of 128 tokens": [
-            ("kv | gate", "512 columns", SKY),
-            ("+ ape", "by place in the window", ORANGE),
-            ("softmax", "128 slots of window w", BLUE),
+            ("kv | gate", "512 columns", colour("given")),
+            ("+ ape", "by place in the window", colour("transform")),
+            ("softmax", "128 slots of window w", colour("transform")),
             *end,
             kv,
         ],
         "indexer, a window of 4 tokens": [
-            ("kv | gate", "256 columns: Ca, Cb", SKY),
-            ("+ ape", "by place in the window", ORANGE),
-            ("softmax", "8 slots: Ca of w-1, Cb of w", BLUE),
+            ("kv | gate", "256 columns: Ca, Cb", colour("given")),
+            ("+ ape", "by place in the window", colour("transform")),
+            ("softmax", "8 slots: Ca of w-1, Cb of w", colour("transform")),
             *end,
-            ("Hadamard", "128 dims mixed", RED),
-            ("68 bytes", "FP4, a scale per 32", GREY),
+            ("Hadamard", "128 dims mixed", colour("transform")),
+            ("68 bytes", "FP4, a scale per 32", colour("storage")),
         ],
     }
     return pipeline(lanes, "one launch: projected rows in, packed entries out")

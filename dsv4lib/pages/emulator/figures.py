@@ -14,25 +14,27 @@ from dsv4lib.emulator.memory.addressing import OFFSET_MASK
 from dsv4lib.emulator.trace.perfetto import lanes_of
 from dsv4lib.emulator.trace.trace import TMEM_KINDS, Trace, unpack_lanes
 from dsv4lib.viz.history import Barrier
-from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.timeline import Phases, Track
 
 _LAST = {4: "mma", 5: "load"}  # warps 0-3 read the accumulator
 ROLES = {**dict.fromkeys(range(4), "epilogue"), **_LAST}
 SOFTMAX_ROLES = {**dict.fromkeys(range(4), "softmax"), **_LAST, 6: "load", 7: "load"}
 SOFTMAX_ROLES |= dict.fromkeys(range(8, 12), "epilogue")
-COLOURS = {
-    "runs": PALETTE[0],
-    "waits: mbarrier": PALETTE[1],
-    "waits: barrier": "#d5dae0",
-    "copy in flight": PALETTE[2],
-    "MMA": PALETTE[3],
-    "commit": PALETTE[5],
-}
 MAX_LANES = 8  # copies in flight that are drawn one by one
 _UNITS = {"tma": "copy in flight", "tensor": "MMA"}
 CELLS = {"mma": "written by an MMA", "st": "stored", "cp": "copied", "A": "read as A", "ld": "loaded by threads"}
-BYTES = {"tma": "written by TMA", "threads": "written by threads", "mma A": "read as A", "mma B": "read as B"}
+BYTES = {
+    "tma": "written by TMA",
+    "tma store": "read by TMA",
+    "bulk load": "written by bulk copies",
+    "bulk store": "read by bulk copies",
+    "cp.async": "written by cp.async",
+    "threads": "written by threads",
+    "mma A": "read as A",
+    "mma B": "read as B",
+    "tcgen05.cp": "read by tcgen05.cp",
+}
+BYTES |= {f"wgmma {operand}": f"read as {operand}" for operand in "AB"}
 
 
 def barrier_names(kernel: Any) -> dict[int, str]:
@@ -78,7 +80,7 @@ def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: d
             kinds = ["commit" if c else _UNITS[unit] for c in commits]
             label = f"{name} {lane}" if lanes.any() else name
             tracks.append(Track(label, starts[mine], stops[mine], kinds))
-    return viz.timeline.timeline(tracks, f"CTA {cta}: running and waiting warps", COLOURS, now)
+    return viz.timeline.timeline(tracks, f"CTA {cta}: running and waiting warps", now=now)
 
 
 def _union(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,14 +15,15 @@ from dsv4lib.ops.fmha import config, faults, ladder
 from dsv4lib.ops.fmha.ladder import Ladder
 from dsv4lib.pages.emulator import figures
 from dsv4lib.pages.fmha.run_case import Outcome, bits
-from dsv4lib.viz.style import PALETTE, show
+from dsv4lib.viz import kinds
+from dsv4lib.viz.style import show
 from dsv4lib.viz.table import show_table
 from dsv4lib.viz.tile import Part
 from dsv4lib.viz.tmem import LANES, Region
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 NOT_FOUND = "not found"
-_Q, _S, _P, _O = PALETTE[4], PALETTE[0], PALETTE[2], PALETTE[1]
+_Q, _S, _P, _O = (kinds.colour(tensor) for tensor in "QSPO")
 
 
 def tmem_plan(kernel: Any) -> list[Region]:
@@ -50,6 +51,17 @@ def tmem_plan(kernel: Any) -> list[Region]:
         for slot in range(config.S_STAGES):
             plan.append(Region(f"S {slot} {name}", i * half, m, s + slot * config.TILE_N, config.TILE_N, _S))
     return plan
+
+
+def o_places(kernel: Any) -> np.ndarray:
+    """Return the (lane, column) of each element of O of a production kernel, int [64, head_dim, 2]."""
+    out = np.full((config.TILE_M, kernel.head_dim, 2), -1)
+    for region in tmem_plan(kernel):
+        if region.name.startswith("O "):
+            first, last = map(int, region.name[2:].split("-"))
+            out[:, first : last + 1, 0] = region.lane0 + np.arange(region.lanes)[:, None]
+            out[:, first : last + 1, 1] = region.col0 + np.arange(region.cols)
+    return out
 
 
 def columns(kernel: Any) -> list[tuple[str, int, int]]:

@@ -10,31 +10,29 @@ from dsv4lib.loader.whole import Listed
 from dsv4lib.pages.full_model import run_case
 from dsv4lib.pages.full_model.run_case import Run
 from dsv4lib.viz.diagram import pipeline
-from dsv4lib.viz.style import PALETTE
+from dsv4lib.viz.kinds import colour
 from dsv4lib.viz.table import show_table
-
-BLUE, ORANGE, GREEN, PINK, SKY, _, _, GREY = PALETTE
 
 
 def flow() -> Figure:
     """A token through one layer, op by op."""
     lanes = {
         "attention": [
-            ("mhc", "read the streams", PINK),
-            ("linear", "latent q, kv", BLUE),
-            ("qnorm_rope_kv", "cache the key", GREEN),
-            ("compressor", "cache entries", GREEN),
-            ("indexer, topk", "choose entries", ORANGE),
-            ("fmha", "window, entries, sink", SKY),
-            ("projections", "back to d", BLUE),
+            ("mhc", "read the streams", colour("mHC")),
+            ("linear", "latent q, kv", colour("projection")),
+            ("qnorm_rope_kv", "cache the key", colour("attention")),
+            ("compressor", "cache entries", colour("attention")),
+            ("indexer, topk", "choose entries", colour("choice")),
+            ("fmha", "window, entries, sink", colour("attention")),
+            ("projections", "back to d", colour("projection")),
         ],
         "experts": [
-            ("mhc", "write back, read", PINK),
-            ("router", "by score or table", ORANGE),
-            ("moe_dispatch", "rows by expert", GREY),
-            ("moe_gemm", "SwiGLU, MXFP4", BLUE),
-            ("moe_gemm", "down", BLUE),
-            ("moe_combine", "with the shared one", GREY),
+            ("mhc", "write back, read", colour("mHC")),
+            ("router", "by score or table", colour("choice")),
+            ("moe_dispatch", "rows by expert", colour("choice")),
+            ("moe_gemm", "SwiGLU, MXFP4", colour("experts")),
+            ("moe_gemm", "down", colour("experts")),
+            ("moe_combine", "with the shared one", colour("experts")),
         ],
     }
     return pipeline(lanes, "one layer of DeepSeek-V4 in ops of this lab")

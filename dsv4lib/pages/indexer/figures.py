@@ -14,10 +14,9 @@ from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.indexer import run_case
 from dsv4lib.pages.indexer.run_case import BLOCK, DIM, HEADS, RATE, Kernels, Step
 from dsv4lib.viz.diagram import pipeline
-from dsv4lib.viz.style import PALETTE
+from dsv4lib.viz.kinds import colour
 from dsv4lib.viz.table import show_table
 
-BLUE, ORANGE, GREEN, PINK, SKY, _, _, GREY = PALETTE
 # Of a check in `run_case.judged` that finds nothing; the others: 0.
 ALLOWED = {"score_error": 0.2, "lost": 0.05, "folded_error": 6e-8, "logits_over_torch": 2}
 FOUND = ("picked, as without rounding", "picked instead", "lost by rounding", "seen, not picked")
@@ -27,28 +26,28 @@ def flow() -> Figure:
     """Draw the flow from two projections to a list of entries."""
     lanes = {
         "a query: indexer_q": [
-            ("64 heads", "128 bf16, projected", SKY),
-            ("RoPE", "last 64 dims", ORANGE),
-            ("Hadamard", "spreads what is loud", PINK),
-            ("FP4 or FP8", "codes, scales", BLUE),
-            ("weights", "one a head", GREEN),
+            ("64 heads", "128 bf16, projected", colour("given")),
+            ("RoPE", "last 64 dims", colour("transform")),
+            ("Hadamard", "spreads what is loud", colour("transform")),
+            ("FP4 or FP8", "codes, scales", colour("storage")),
+            ("weights", "one a head", colour("given")),
         ],
         "an entry: quantize_indexer_keys": [
-            ("key", "128, one for 4 tokens", SKY),
-            ("Hadamard", "the same matrix", PINK),
-            ("FP4", "68 bytes in a page", BLUE),
+            ("key", "128, one for 4 tokens", colour("given")),
+            ("Hadamard", "the same matrix", colour("transform")),
+            ("FP4", "68 bytes in a page", colour("storage")),
         ],
         "what they are worth: indexer_logits": [
-            ("pages", "by the request's table", BLUE),
-            ("q . k", "tensor core", GREY),
-            ("ReLU", "head by head", ORANGE),
-            ("sum", "weights of heads", GREEN),
+            ("pages", "by the request's table", colour("storage")),
+            ("q . k", "tensor core", colour("product")),
+            ("ReLU", "head by head", colour("transform")),
+            ("sum", "weights of heads", colour("result")),
         ],
         "which entries: topk": [
-            ("count", "a histogram of scores", ORANGE),
-            ("bound", "the bin of the k-th best", PINK),
-            ("rank", "the few in that bin", PINK),
-            ("picks", "k indices, then -1", GREEN),
+            ("count", "a histogram of scores", colour("transform")),
+            ("bound", "the bin of the k-th best", colour("choice")),
+            ("rank", "the few in that bin", colour("choice")),
+            ("picks", "k indices, then -1", colour("result")),
         ],
     }
     return pipeline(lanes, "which entries a query of a CSA layer attends to")

@@ -25,8 +25,7 @@ LITERAL = "ue8m0_naive"
 # Conversions of the page: the one that changes scales and keeps codes, and three that are right; with activations.
 SHOWN = {LITERAL: "mxfp8", "e4m3_expand": "mxfp8", "e4m3_split": "mxfp8", "bf16": "bf16"}
 _ANSWERS = ("takes it", "refuses it")
-_COLOURS = {"routes and counts": "#E69F00", "tokens pulled": "#0072B2", "L1": "#009E73", "L2": "#56B4E9"}
-_COLOURS["results returned"] = "#D55E00"
+_PHASES = ("routes and counts", "tokens pulled", "L1", "L2", "results returned")
 
 
 def variants(targets: Mapping[str, str]) -> tuple[Figure, int]:
@@ -132,11 +131,11 @@ def timeline(made: traffic.Case, found: Outcome) -> Figure:
     width = max(1, int((everything.max() - everything.min()) / 250))
     tracks = []
     for rank in range(len(found.traces)):
-        for kind in _COLOURS:
+        for kind in _PHASES:
             if (rank, kind) in times:
                 start = np.sort(np.concatenate(times[rank, kind]))
                 tracks.append(Track(f"rank {rank}: {kind}", start, start + width, [kind] * len(start)))
-    return viz.timeline.timeline(tracks, "one launch a device, all devices on one clock", _COLOURS)
+    return viz.timeline.timeline(tracks, "one launch a device, all devices on one clock")
 
 
 def hidden_share(made: traffic.Case, found: Outcome) -> float:

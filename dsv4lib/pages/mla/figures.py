@@ -25,10 +25,10 @@ from dsv4lib.ops.mla_decode.splits import (
 from dsv4lib.pages.mla.arithmetic import GPUS, token_bytes, work
 from dsv4lib.pages.mla.run_case import Found
 from dsv4lib.pages.mla.serving import Served
-from dsv4lib.viz import style
+from dsv4lib.viz import kinds, style
 from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE
+from dsv4lib.viz.style import GRID, INK, MUTED
 from dsv4lib.viz.table import show_table
 
 FOUND, OTHER, UNREAD = range(3)  # slots: read for their token, read for another, not read
@@ -124,7 +124,7 @@ def _gantt(ax: Axes, clusters: int, items: int, steps: Steps) -> None:
     long = steps.steps // steps.waves
     for item in range(items):
         wave, place = divmod(item, clusters)
-        colour = PALETTE[0] if wave == 0 else PALETTE[1]
+        colour = kinds.colour("first wave" if wave == 0 else "later waves")
         ax.add_patch(Rectangle((wave * long, place), long, 1, fc=colour, ec=style.PAPER, lw=0.3))
     ax.axhline(clusters, color=INK, linewidth=1)
     idle = clusters * steps.waves - items

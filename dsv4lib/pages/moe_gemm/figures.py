@@ -1,4 +1,4 @@
-"""Draw figures and tables of the page on the experts' GEMMs. From a configuration, a trace, or the static model."""
+"""Draw figures and tables of the pages on the experts. From a configuration, a trace, or the static model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from dsv4lib.pages.moe_gemm.run_case import Outcome, expected, mode_case, run_mo
 from dsv4lib.predict import moe
 from dsv4lib.reference.router import score_route
 from dsv4lib.viz.bars import Panel
-from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.table import show_table
 from dsv4lib.viz.tile import Part
 from dsv4lib.viz.timeline import Track
@@ -32,9 +31,9 @@ SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "rand
 NOT_FOUND = "not found"
 L1 = {"swiglu": True, "routed": True, "out": "nvfp4"}
 L2 = {"mode": "w4a8", "out": "fp32"}
-# One of each kind of report first.
-FAULT_NAMES = ("NoTailMask", "OneBuffer", "FirstAccumulates", "FirstScales")
-FAULT_NAMES += tuple(name for name in faults.FAULTS if name not in FAULT_NAMES)
+# Of the product and of the launch around it; one of each kind of report first.
+PRODUCT_FAULTS = ("FirstAccumulates", "FirstScales", "OneScaleId", "FirstRows")
+LAUNCH_FAULTS = ("NoTailMask", "OneBuffer", "GateUpSwapped", "FirstAlpha", "ScaleOfWholeRow")
 # Where each injected fault shows: scales and rows in the plain GEMM, whose output is not quantised.
 FAULT_SHAPES = {
     name: L2 if name in ("FirstScales", "OneScaleId", "FirstRows", "NoTailMask") else L1 for name in faults.FAULTS
@@ -96,13 +95,13 @@ def load_histogram(found: Mapping[int, torch.Tensor], title: str) -> Figure:
 def tmem_plan(kernel: MoeGemm) -> list[Region]:
     """List the owners of the columns of tensor memory."""
     n = kernel.tile_n
-    plan = [Region(f"sums {i}", 0, LANES, i * n, n, PALETTE[i]) for i in range(kernel.acc_stages)]
+    plan = [Region(f"sums {i}", 0, LANES, i * n, n) for i in range(kernel.acc_stages)]
     for name, column, width in (
         ("scales of W", kernel.sfw_column, kernel.sfw_columns),
         ("scales of X", kernel.sfx_column, kernel.sfx_columns),
     ):
         if width:
-            plan.append(Region(name, 0, LANES, column, width, PALETTE[2 if "W" in name else 4]))
+            plan.append(Region(name, 0, LANES, column, width))
     return plan
 
 
@@ -130,21 +129,24 @@ def scale_block() -> Figure:
     return viz.layout.grid(np.array(offsets), title, ("row", "scale of the row"), what="byte")
 
 
-def scales_in_tmem(trace: Trace, kernel: MoeGemm) -> Figure:
+def scales_in_tmem(trace: Trace) -> Figure:
     """Draw the row whose scales each cell of the first copied block holds.
 
     Also its 16-byte chunks as the trace has them.
     """
-    row = int(np.nonzero(trace.tmem["what"] == "cp")[0][0])
-    copy = trace.tmem[row]
+    first, picture = copied_rows(trace)
+    title = f"columns {first} to {first + umma.SCALE_COLUMNS - 1}: the row of W whose 4 scales a cell holds"
+    return viz.layout.grid(picture, title, ("lane", "column"), what="row of W")
+
+
+def copied_rows(trace: Trace) -> tuple[int, np.ndarray]:
+    """Return (first column, the row of W whose scales each cell holds [lane, column]) of the first copied block."""
+    copy = trace.tmem[int(np.nonzero(trace.tmem["what"] == "cp")[0][0])]
     source = int(np.nonzero((trace.smem["op"] == copy["op"]) & ~trace.smem["write"])[0][0])
     chunks = np.sort(trace.chunks[source])
     words = (chunks - chunks[0])[:, None] * 16 + 4 * np.arange(umma.SCALE_COLUMNS)  # byte of the block
     held = words // 16 + words % 16 // 4 * 32  # `scale_swizzle`: (row mod 32) * 16 + (row div 32) * 4
-    picture = np.tile(held, (LANES // len(held), 1))
-    first = int(copy["column"])
-    title = f"columns {first} to {first + umma.SCALE_COLUMNS - 1}: the row of W whose 4 scales a cell holds"
-    return viz.layout.grid(picture, title, ("lane", "column"), what="row of W")
+    return int(copy["column"]), np.tile(held, (LANES // len(held), 1))
 
 
 def budget(kernel: MoeGemm, compiled: Any) -> None:

@@ -27,7 +27,7 @@ from dsv4lib.reference import router as router_oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 from dsv4lib.viz import diagram, grids, model
 from dsv4lib.viz.bars import Panel, side_by_side
-from dsv4lib.viz.style import PALETTE
+from dsv4lib.viz.kinds import colour
 from dsv4lib.viz.table import show_table
 
 N, K, FACTOR, EPS = 4, 6, FLASH.routed_scaling, NORMAL.hc
@@ -234,30 +234,29 @@ def fusion(given: Boundary, fault: str = "none") -> Fusion:
 
 def flow() -> Figure:
     """Draw three launches as boxes."""
-    blue, orange, green, pink = PALETTE[:4]
     return diagram.pipeline(
         {
             "mhc_post_pre, one launch: from the streams after one sublayer to the input of the next": [
-                ("X, F", "4 streams, last output", blue),
-                ("write-back", "post F + comb^T X", orange),
-                ("project", "24 rows of fn on all 4 d values", orange),
-                ("rsqrt", "of mean z^2, after it", orange),
-                ("three maps", "sigmoids and Sinkhorn", pink),
-                ("mixture", "x = sum of pre X", orange),
-                ("RMSNorm", "y, what F reads", green),
+                ("X, F", "4 streams, last output", colour("given")),
+                ("write-back", "post F + comb^T X", colour("transform")),
+                ("project", "24 rows of fn on all 4 d values", colour("product")),
+                ("rsqrt", "of mean z^2, after it", colour("transform")),
+                ("three maps", "sigmoids and Sinkhorn", colour("transform")),
+                ("mixture", "x = sum of pre X", colour("transform")),
+                ("RMSNorm", "y, what F reads", colour("result")),
             ],
             "router: one launch up to 32 tokens": [
-                ("y", "bf16 [T, d]", green),
-                ("gate", "W y, sums in fp32", orange),
-                ("affinity", "a = sqrt of softplus", pink),
-                ("select", "6 of a + bias, or a table", pink),
-                ("weights", "a / sum of a, times factor", pink),
+                ("y", "bf16 [T, d]", colour("given")),
+                ("gate", "W y, sums in fp32", colour("product")),
+                ("affinity", "a = sqrt of softplus", colour("transform")),
+                ("select", "6 of a + bias, or a table", colour("choice")),
+                ("weights", "a / sum of a, times factor", colour("result")),
             ],
             "add_rmsnorm_quant, one launch: where a residual is one stream": [
-                ("x, residual", "bf16 [T, d]", blue),
-                ("add", "h, to bf16", orange),
-                ("RMSNorm", "y, to bf16", green),
-                ("quantise", "amax of 128, codes and scales", pink),
+                ("x, residual", "bf16 [T, d]", colour("given")),
+                ("add", "h, to bf16", colour("transform")),
+                ("RMSNorm", "y, to bf16", colour("transform")),
+                ("quantise", "amax of 128, codes and scales", colour("storage")),
             ],
         },
         "one boundary between two sublayers",

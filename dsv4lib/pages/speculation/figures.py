@@ -16,11 +16,10 @@ from dsv4lib.pages.speculation import run_case
 from dsv4lib.pages.speculation.run_case import Accepted, Chains, Change, Served
 from dsv4lib.viz import style
 from dsv4lib.viz.diagram import pipeline
+from dsv4lib.viz.kinds import colour as kind_colour
 from dsv4lib.viz.panels import ink_on, styled
-from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.table import show_table
 
-BLUE, ORANGE, GREEN, PINK, SKY, RED, _, GREY = PALETTE
 OLD, KNOWN, TAKEN, LOST, UNUSED = (
     "earlier token",
     "the step's known token",
@@ -28,7 +27,13 @@ OLD, KNOWN, TAKEN, LOST, UNUSED = (
     "rejected draft",
     "unused",
 )
-COLOURS = {OLD: GREY, KNOWN: BLUE, TAKEN: GREEN, LOST: RED, UNUSED: "#eef1f4"}
+COLOURS = {
+    OLD: kind_colour("old"),
+    KNOWN: kind_colour("known"),
+    TAKEN: kind_colour("accepted"),
+    LOST: kind_colour("rejected"),
+}
+COLOURS[UNUSED] = "#eef1f4"
 SHOWN = 9  # tokens of a distribution
 CELL, HIGH = 1.0, 0.8
 
@@ -37,17 +42,17 @@ def flow() -> Figure:
     """Draw a step with drafts: what drafts, what verifies, what goes back."""
     lanes = {
         "drafting, K times": [
-            ("streams", "of the last token", SKY),
-            ("MTP block", "and the token after it", BLUE),
-            ("argmax", "a draft", ORANGE),
-            ("again", "with its own streams", GREY),
+            ("streams", "of the last token", kind_colour("given")),
+            ("MTP block", "and the token after it", kind_colour("product")),
+            ("argmax", "a draft", kind_colour("choice")),
+            ("again", "with its own streams", kind_colour("product")),
         ],
         "one step of the model": [
-            ("K + 1 tokens", "the last one, K drafts", SKY),
-            ("backbone", "K + 1 rows of logits", BLUE),
-            ("verify", "a prefix, and one more", GREEN),
-            ("commit", "length + accepted + 1", GREEN),
-            ("go back", "by position: no copy", PINK),
+            ("K + 1 tokens", "the last one, K drafts", kind_colour("given")),
+            ("backbone", "K + 1 rows of logits", kind_colour("product")),
+            ("verify", "a prefix, and one more", kind_colour("choice")),
+            ("commit", "length + accepted + 1", kind_colour("result")),
+            ("go back", "by position: no copy", kind_colour("storage")),
         ],
     }
     return pipeline(lanes, "draft, verify, go back")
@@ -88,14 +93,14 @@ def acceptance(found: Accepted, places: int) -> Figure:
     left, right = fig.subplots(1, 2, sharey=True)
     x = torch.arange(1, len(found.reached) + 1)
     each = found.accepted.double() / found.reached.clamp_min(1)
-    left.bar(x.tolist(), (100 * each).tolist(), color=GREEN, width=0.62)
+    left.bar(x.tolist(), (100 * each).tolist(), color=kind_colour("accepted"), width=0.62)
     for i, share in enumerate(each.tolist()):
         words = f"{found.accepted[i]}\nof {found.reached[i]}" if found.reached[i] else "never\nreached"
         left.text(i + 1, 100 * share + 1.5, words, ha="center", va="bottom", fontsize=7.5, linespacing=1.1)
     left.set(title="if those before it were accepted", xlabel="place of the draft", ylabel="accepted, %", ylim=(0, 105))
     for values, label, colour, mark in (
-        (found.greedy, "greedy: the target's argmax", GREEN, "o"),
-        (found.drawn, "drawn at temperature 1", BLUE, "s"),
+        (found.greedy, "greedy: the target's argmax", kind_colour("accepted"), "o"),
+        (found.drawn, "drawn at temperature 1", kind_colour("target"), "s"),
     ):
         right.plot(
             x.tolist(), (100 * values).tolist(), color=colour, marker=mark, markersize=4.5, linewidth=1.6, label=label
@@ -120,8 +125,16 @@ def distributions(chains: Chains, position: int, counts: torch.Tensor) -> Figure
     fig = style.new_figure(height=3.6)
     left, right = fig.subplots(1, 2, sharey=True)
     y, names = torch.arange(SHOWN).double(), [shown(int(token)) for token in order]
-    left.barh((y - 0.2).tolist(), (100 * q[order]).tolist(), height=0.38, color=ORANGE, label="q, the draft block")
-    left.barh((y + 0.2).tolist(), (100 * p[order]).tolist(), height=0.38, color=BLUE, label="p, the target")
+    left.barh(
+        (y - 0.2).tolist(),
+        (100 * q[order]).tolist(),
+        height=0.38,
+        color=kind_colour("draft"),
+        label="q, the draft block",
+    )
+    left.barh(
+        (y + 0.2).tolist(), (100 * p[order]).tolist(), height=0.38, color=kind_colour("target"), label="p, the target"
+    )
     left.set(title="two distributions of the next byte", xlabel="probability, %")
     right.barh(
         y.tolist(),
@@ -130,8 +143,10 @@ def distributions(chains: Chains, position: int, counts: torch.Tensor) -> Figure
         color="#d5dae0",
         label="residual, max(p - q, 0) normalised",
     )
-    right.scatter(100 * p[order], y, color=BLUE, marker="|", s=130, linewidths=2, label="p", zorder=3)
-    right.scatter(100 * drawn[order], y, color=GREEN, s=18, label="share among tokens that came out", zorder=4)
+    right.scatter(100 * p[order], y, color=kind_colour("target"), marker="|", s=130, linewidths=2, label="p", zorder=3)
+    right.scatter(
+        100 * drawn[order], y, color=kind_colour("accepted"), s=18, label="share among tokens that came out", zorder=4
+    )
     right.set(title=f"{int(counts.sum()):,} draws, verified", xlabel="%")
     left.set_yticks(y.tolist(), names, family="DejaVu Sans Mono")
     left.invert_yaxis()
