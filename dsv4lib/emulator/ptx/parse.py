@@ -18,6 +18,7 @@ from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
 from dsv4lib.emulator.ptx.variables import parameters, variables
 from dsv4lib.emulator.ptx.wmma import expand
 
+_SOMETHING = re.compile(r"\S")
 _HEADER = re.compile(r"\s*\.(?:(version)\s+(\d+\.\d+)|(target)\s+([^\n]+)|(address_size)\s+(\d+))")
 _SKIPPED = re.compile(r'\s*(?:\.section\s+[^\s{]+\s*\{[^{}]*\}|\.pragma\s+"[^"]*"\s*;)')
 _LINKAGE = re.compile(r"\s*((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func|global|const|shared|texref|alias)\b")
@@ -42,10 +43,10 @@ def parse(ptx: str) -> Module:
     Raises:
         dsv4lib.emulator.errors.PtxSyntaxError: the text is not PTX as understood here; the message names the line.
     """
-    source = read(ptx)
+    source = read(ptx.rstrip("\0"))  # NVRTC counts the zero that ends its text
     module = Module("", "", {}, functions=functions(source))
     position = 0
-    while source.text[position:].strip():
+    while _SOMETHING.search(source.text, position):
         position = _top_level(source, position, module)
     if not module.version or not module.target:
         raise source.error("no .version or no .target", 0)
