@@ -76,7 +76,9 @@ def run(wish: Wish) -> int:
         label = {"command": wish.command}
         return emulate(wish.target, list(wish.arguments), wish.arch, **wish.settings, report=report | label)
     if wish.arguments:
-        raise ArgumentError("arguments", list(wish.arguments), "none: options stand before the file, and only a script takes arguments")
+        raise ArgumentError(
+            "arguments", list(wish.arguments), "none: options stand before the file, and only a script takes arguments"
+        )
     return _described(wish, suffix)
 
 
