@@ -102,6 +102,7 @@ class Report:
         lints = len(self.findings) - self.errors
         if self.findings or self.launches:
             verdict = f"{_count(self.errors, 'error')}, {_count(lints, 'lint')}"
+            verdict += f", {_count(len(self.wrong), 'tensor')} not as expected" if self.wrong else ""
             line(f"{command}: {verdict}", style="error" if self.errors or self.wrong else "good")
 
     # --- SARIF ------------------------------------------------------------------------------------------------------

@@ -1,20 +1,36 @@
 """Write the skeleton of a launch description from what PTX says of its kernels.
 
-PTX gives sizes and types of parameters; which 64-bit number is a pointer follows from how the kernel uses it: a
-register that is loaded from the parameter and serves as a global address.
+PTX gives sizes and types of parameters; what is in a struct, and which 64-bit number is a pointer, follows from how the
+kernel uses it: which bytes it loads in which types, and which of them serve as global addresses.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from dsv4lib.emulator.gpu import Kernel, Module
-from dsv4lib.emulator.ptx.ir import Imm, Instr, Memory, Param, Reg, Special, Symbol
+from dsv4lib.emulator.gpu.names import shortened
+from dsv4lib.emulator.ptx.ir import Instr, Memory, Param, Reg, Symbol, Vector
+from dsv4lib.emulator.ptx.operands import TYPE_BITS
 
 _MAP_BYTES, _MAP_ALIGN = 128, 64
-_ELEMENTS = {"f32": "f32", "f64": "f64", "f16": "f16", "bf16": "bf16", "s32": "s32", "s64": "s64"}
-_ELEMENTS |= {"b8": "u8", "u8": "u8", "s8": "s8", "b16": "u16", "u16": "u16", "s16": "s16", "b32": "f32", "u32": "u32"}
-_ELEMENTS |= {"b64": "u64", "u64": "u64"}
+_ELEMENTS = {name: name for name in ("f64", "f32", "f16", "bf16", "u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")}
+_ELEMENTS |= {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
+_GUESSES = _ELEMENTS | {"b32": "f32"}  # of what a pointer points to: 32 bits are mostly floats
+_MOVES = frozenset(("cvta", "add", "mov", "sub", "mad", "selp"))
+_GLOBAL = frozenset(("ld", "st", "red", "atom"))
+
+Key = tuple[str, int]  # parameter and offset in it
+
+
+@dataclass
+class Uses:
+    """How a kernel uses its parameters: the type of each load, and what its pointers point to."""
+
+    loads: dict[Key, str] = field(default_factory=dict)
+    pointers: dict[Key, str] = field(default_factory=dict)
 
 
 def describe(module: Module, source: str) -> str:
@@ -23,49 +39,68 @@ def describe(module: Module, source: str) -> str:
     Args:
         source: name of the file of the kernels, relative to the description's.
     """
-    lines = [f"source = {json.dumps(source)}", ""]
     tensors: dict[str, str] = {}
     maps: list[str] = []
     launches: list[str] = []
     for number, kernel in enumerate(module.kernels.values()):
         prefix = "" if len(module.kernels) == 1 else f"k{number}_"
         launches += _launch(kernel, prefix, tensors, maps)
+    lines = [f"source = {json.dumps(source)}", ""]
     for name, dtype in tensors.items():
         lines += [f"[tensors.{name}]", "shape = [1024]", f'dtype = "{dtype}"', 'fill = "normal"', "seed = 0", ""]
     for name in maps:
         lines += [f"[maps.{name}]", f'tensor = "{name}_data"', "box = [64]  # dimension 0, the contiguous one, first"]
         lines += ["swizzle = 0  # 32, 64 or 128 bytes", ""]
-    return "\n".join([*lines, *launches]) + "\n"
+    return "\n".join([*lines, *launches])
 
 
 def _launch(kernel: Kernel, prefix: str, tensors: dict[str, str], maps: list[str]) -> list[str]:
-    known = pointers(kernel)
-    args, notes = [], []
+    """The lines of a launch; adds the tensors and maps that it names."""
+    uses = uses_of(kernel)
+    rows = []
     for i, param in enumerate(kernel.params):
-        name = prefix + _name(param, i, kernel)
-        if param.size == _MAP_BYTES and param.align >= _MAP_ALIGN:
-            tensors[f"{name}_data"] = "bf16"
-            maps.append(name)
-            args.append(json.dumps(name))
-        elif param.name in known:
-            tensors[name] = known[param.name]
-            args.append(json.dumps(name))
-        elif param.size <= 8:
-            args.append("1.0" if param.type.startswith("f") else "1")
+        name = _name(param, i, kernel)
+        own = prefix + name
+        note = f"{name}: .{param.type}" + (f"[{param.size}]" if param.type == "b8" and param.size > 1 else "")
+        if (param.name, 0) in uses.pointers and param.size == 8:
+            tensors[own] = uses.pointers[param.name, 0]
+            text = json.dumps(own)
+        elif param.size == _MAP_BYTES and param.align >= _MAP_ALIGN:
+            tensors[f"{own}_data"] = "bf16"
+            maps.append(own)
+            text = json.dumps(own)
+        elif param.type == "b8" and param.size > 1:
+            text = _struct(param, own, uses, tensors)
         else:
-            args.append(f'{{bytes = "{"00" * param.size}"}}' if param.size <= 64 else "{fields = []}")
-            notes.append(f"a struct of {param.size} bytes: fields = [{{at = 0, tensor = ...}}, ...]")
-        notes += [""] * (i + 1 - len(notes))
-    title = "" if kernel.title == kernel.name else f"  # {kernel.title}"
+            text = "1.0" if param.type.startswith("f") else "1"
+        rows.append(f"  {text},  # {note}")
     block = kernel.ir.reqntid or kernel.ir.maxntid or (128,)
-    out = ["[[launch]]", f"kernel = {json.dumps(kernel.name)}{title}", "grid = [1]", f"block = {list(block)}"]
-    if kernel.ir.cluster is not None:
-        out.append(f"cluster = {list(kernel.ir.cluster)}")
-    out += ["shared = 0  # bytes of dynamic shared memory", "args = ["]
-    for param, text, note in zip(kernel.params, args, notes, strict=True):
-        array = f"[{param.size}]" if param.size > 8 else ""
-        out.append(f"  {text},  # {param.name}: .{param.type}{array}{', ' + note if note else ''}")
-    return [*out, "]", ""]
+    cluster = [] if kernel.ir.cluster is None else [f"cluster = {list(kernel.ir.cluster)}"]
+    head = ["[[launch]]", f"kernel = {json.dumps(kernel.name)}"]
+    if shortened(kernel.name) != kernel.name:
+        head[1] += f"  # {shortened(kernel.name)}"
+    head += [
+        "grid = [1]",
+        f"block = {list(block)}",
+        *cluster,
+        "shared = 0  # bytes of dynamic shared memory",
+        "args = [",
+    ]
+    return [*head, *rows, "]", ""]
+
+
+def _struct(param: Param, own: str, uses: Uses, tensors: dict[str, str]) -> str:
+    """A struct by the fields that the kernel reads."""
+    fields = []
+    for (name, at), kind in sorted(uses.loads.items()):
+        if name != param.name:
+            continue
+        if (name, at) in uses.pointers:
+            tensors[f"{own}_at_{at}"] = uses.pointers[name, at]
+            fields.append(f'{{at = {at}, tensor = "{own}_at_{at}"}}')
+        else:
+            fields.append(f'{{at = {at}, value = 0, dtype = "{_ELEMENTS.get(kind, "u8")}"}}')
+    return f"{{fields = [{', '.join(fields)}]}}"
 
 
 def _name(param: Param, i: int, kernel: Kernel) -> str:
@@ -74,36 +109,50 @@ def _name(param: Param, i: int, kernel: Kernel) -> str:
     return short if short.isidentifier() and short.isascii() and len(short) <= 40 else f"p{i}"
 
 
-def pointers(kernel: Kernel) -> dict[str, str]:
-    """Find the parameters that are global addresses, each with the type of its elements as far as it is known."""
-    names = {param.name: param for param in kernel.params if param.size == 8}
-    holds: dict[int, set[str]] = {}  # register -> the parameters that its value may begin at
-    found = {param.name: "f32" for param in names.values() if param.pointer}
-    for _ in range(3):  # registers that a loop sets are read before the instruction that sets them
+def uses_of(kernel: Kernel) -> Uses:
+    """Follow the parameters of a kernel through its registers."""
+    known = {param.name: param for param in kernel.params}
+    out, holds = Uses(), {}
+    for param in kernel.params:
+        if param.pointer:
+            out.pointers[param.name, 0] = "f32"
+    for _ in range(3):  # a loop may set a register after the instruction that reads it
         for instr in kernel.ir.instructions:
-            _follow(instr, names, holds, found)
-    return {param.name: found[param.name] for param in kernel.params if param.name in found}
+            _follow(instr, known, holds, out)
+    return out
 
 
-def _follow(instr: Instr, names: dict[str, Param], holds: dict[int, set[str]], found: dict[str, str]) -> None:
+def _follow(instr: Instr, known: dict[str, Param], holds: dict[int, set[Key]], out: Uses) -> None:
+    """What one instruction says: of loads from parameters, of global addresses, of copies between registers."""
     parts = instr.opcode.split(".")
+    if parts[0] == "ld" and "param" in parts:
+        for register, key in _loaded(instr, parts, known):
+            out.loads[key] = parts[-1]
+            holds.setdefault(register, set()).add(key)
+        return
     for operand in instr.operands:
         if isinstance(operand, Memory) and isinstance(operand.base, Reg) and "global" in parts:
-            for name in holds.get(operand.base.index, ()):
-                found[name] = _ELEMENTS.get(parts[-1], "u8") if parts[0] in ("ld", "st", "red", "atom") else "u8"
+            for key in holds.get(operand.base.index, ()):
+                out.pointers[key] = _GUESSES.get(parts[-1], "u8") if parts[0] in _GLOBAL else "u8"
     target, *sources = instr.operands or (None,)
-    if not isinstance(target, Reg):
+    if not isinstance(target, Reg) or parts[0] not in _MOVES:
         return
-    if parts[0] == "ld" and "param" in parts and sources and isinstance(sources[0], Memory):
-        base = sources[0].base
-        if isinstance(base, Symbol) and base.name in names and sources[0].offset == 0 and base.offset == 0:
-            holds.setdefault(target.index, set()).add(base.name)
-        return
-    if parts[0] not in ("cvta", "add", "mov", "sub", "mad", "selp"):
-        return
-    origin = {name for s in sources if isinstance(s, Reg) for name in holds.get(s.index, ())}
+    origin = {key for s in sources if isinstance(s, Reg) for key in holds.get(s.index, ())}
+    origin = {key for key in origin if TYPE_BITS.get(out.loads.get(key, "b64")) == 64}
     if parts[0] == "cvta" and "global" in parts:
-        for name in origin:
-            found.setdefault(name, "f32")
-    if origin and not all(isinstance(s, Imm | Special) for s in sources):
-        holds.setdefault(target.index, set()).update(origin)
+        for key in origin:
+            out.pointers.setdefault(key, "f32")
+    holds.setdefault(target.index, set()).update(origin)
+
+
+def _loaded(instr: Instr, parts: list[str], known: dict[str, Param]) -> Iterator[tuple[int, Key]]:
+    """Registers that a load from a parameter fills, each with where its bytes come from."""
+    if len(instr.operands) != 2 or not isinstance(instr.operands[1], Memory):
+        return
+    target, memory = instr.operands[0], instr.operands[1]
+    if not isinstance(memory.base, Symbol) or memory.base.name not in known or parts[-1] not in TYPE_BITS:
+        return
+    start, size = memory.base.offset + memory.offset, TYPE_BITS[parts[-1]] // 8
+    for i, item in enumerate(target.items if isinstance(target, Vector) else (target,)):
+        if isinstance(item, Reg):
+            yield item.index, (memory.base.name, start + i * size)
