@@ -96,7 +96,8 @@ def group(hazards: Iterable[Hazard], stopped: EmulatorError | None = None) -> li
     for hazard in hazards:
         place, against = site(hazard.place), site(hazard.owner)
         kernel = hazard.place.kernel if hazard.place else ""
-        key = hazard.kind, kernel, _key(place), _key(against), "" if place else hazard.message
+        both = tuple(sorted((_key(place), _key(against))))  # which of two racing accesses came first is chance
+        key = hazard.kind, kernel, both, "" if place else hazard.message
         pair = (place.ptx_line if place else 0, against.ptx_line if against else 0)
         if key in found:
             known = found[key]
@@ -112,7 +113,7 @@ def group(hazards: Iterable[Hazard], stopped: EmulatorError | None = None) -> li
             kind.meaning if kind else "",
             hazard.fix,
             kernel,
-            shortened(kernel),
+            clean(shortened(kernel)),
             clean(hazard.message),
             hazard.count,
             place,
@@ -138,7 +139,7 @@ def stop(error: EmulatorError) -> Finding:
     kernel = error.place.kernel if error.place else ""
     pair = [(place.ptx_line, 0)] if place else []
     return Finding(
-        kind, "error", meaning, fix, kernel, shortened(kernel), clean(message), 1, place, None, ("", ""), pair
+        kind, "error", meaning, fix, kernel, clean(shortened(kernel)), clean(message), 1, place, None, ("", ""), pair
     )
 
 

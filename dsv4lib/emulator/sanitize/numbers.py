@@ -51,12 +51,14 @@ def encode(values: np.ndarray, dtype: str) -> np.ndarray:
         if native is not None and dtype in FLOATS:
             return values.astype(native).view(bits)
         if native is not None:
+            limits = np.iinfo(native)
             if values.dtype.kind == "f":
-                limits = np.iinfo(native)
-                kept = np.clip(np.nan_to_num(np.rint(values)), float(limits.min), float(limits.max))
-                wide = np.where(kept >= float(1 << 63), np.uint64(limits.max), kept.astype(np.int64).astype(np.uint64))
-                return wide.astype(f"<u{np.dtype(native).itemsize}").view(bits)
-            return values.astype(native).view(bits)
+                values = np.clip(np.nan_to_num(np.rint(values)), float(limits.min), float(limits.max))
+                largest = values >= float(1 << 63)  # of u64: the float is 2^64
+                values = np.where(largest, 0, values).astype(np.int64).astype(native)
+                return np.where(largest, np.array(limits.max, native), values).astype(native).view(bits)
+            least, most = max(limits.min, -(1 << 63)), min(limits.max, (1 << 63) - 1)
+            return np.clip(values, least, most).astype(native).view(bits)
         if dtype == "bf16":
             raw = values.astype(np.float32).view(np.uint32)
             rounded = (raw + np.uint32(0x7FFF) + (raw >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)

@@ -139,6 +139,8 @@ def _follow(instr: Instr, known: dict[str, Param], holds: dict[int, set[Key]], o
         return
     origin = {key for s in sources if isinstance(s, Reg) for key in holds.get(s.index, ())}
     origin = {key for key in origin if TYPE_BITS.get(out.loads.get(key, "b64")) == 64}
+    if len(origin) > 1 and origin & set(out.pointers):
+        origin &= set(out.pointers)  # what is added to a pointer is an offset
     if parts[0] == "cvta" and "global" in parts:
         for key in origin:
             out.pointers.setdefault(key, "f32")

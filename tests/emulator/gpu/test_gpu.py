@@ -258,8 +258,9 @@ def test_memory_has_a_limit():
 
 def test_variables_keep_their_value_between_launches():
     text = HEADER + (
-        ".global .align 4 .u32 count = 5; .const .align 4 .u32 step = 1;\n.visible .entry add() { "
-        ".reg .b32 %r<4>; ld.const.u32 %r1, [step]; ld.global.u32 %r2, [count]; add.u32 %r2, %r2, %r1; st.global.u32 [count], %r2; ret; }"
+        ".global .align 4 .u32 count = 5; .const .align 4 .u32 step = 1;\n"
+        ".visible .entry add() { .reg .b32 %r<4>; ld.const.u32 %r1, [step]; ld.global.u32 %r2, [count]; "
+        "add.u32 %r2, %r2, %r1; st.global.u32 [count], %r2; ret; }"
     )
     module = gpu.load(text)
     module.kernel().launch(1, 1)

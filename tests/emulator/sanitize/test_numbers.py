@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 
 from dsv4lib.emulator.sanitize import numbers
-from dsv4lib.emulator.sanitize.numbers import DTYPES, FILLS, FLOATS, Fill, compare, decode, encode, make, read_npy, summary
+from dsv4lib.emulator.sanitize.numbers import (
+    DTYPES,
+    FILLS,
+    FLOATS,
+    Fill,
+    compare,
+    decode,
+    encode,
+    make,
+    read_npy,
+    summary,
+)
 from dsv4lib.errors import ArgumentError
 
 TORCH = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
@@ -52,9 +63,9 @@ def test_every_fill_of_every_type(kind, dtype, monkeypatch):
     if kind == "nan":
         assert np.isnan(values).all() if dtype in FLOATS else (whole == np.iinfo(whole.dtype).max).all()
     if kind == "integers" and dtype != "e5m2":
-        assert set(np.unique(values).tolist()) <= set(range(-2, 6))
+        assert set(np.unique(values).tolist()) <= set(range(0 if dtype[0] == "u" else -2, 6))
     if kind in ("normal", "uniform", "integers", "bits"):
-        assert len(np.unique(whole)) > 2 and not np.array_equal(whole, make((5, 7), dtype, Fill(kind, low=-2, high=5)))
+        assert len(np.unique(whole)) > 1 and not np.array_equal(whole, make((5, 7), dtype, Fill(kind, low=-2, high=5)))
     if kind == "arange":
         monkeypatch.setattr(numbers, "CHUNK", 4)
         assert np.array_equal(whole, make((5, 7), dtype, fill))  # chunks join
