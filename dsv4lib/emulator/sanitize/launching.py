@@ -12,10 +12,12 @@ import numpy as np
 
 from dsv4lib.emulator import gpu
 from dsv4lib.emulator.checks import Hazard
+from dsv4lib.emulator.driver.device import ALIGNMENT, Device
 from dsv4lib.emulator.errors import Deadlock, EmulatorError, HazardError, LimitExceeded, MemoryFault
+from dsv4lib.emulator.machine.cta import aligned_zeros
 from dsv4lib.emulator.machine.limits import BYTES
 from dsv4lib.emulator.sanitize import numbers
-from dsv4lib.emulator.sanitize.description import Description, Expectation, argument
+from dsv4lib.emulator.sanitize.description import Description, Expectation, Tensor, argument
 from dsv4lib.errors import ArgumentError
 
 STOPPED = (Deadlock, HazardError, LimitExceeded, MemoryFault)  # a running launch; all other errors say why none began
@@ -64,7 +66,7 @@ def run(wanted: Description, ptx: str, arch: str | None, save: Path | None, **se
         EmulatorError: PTX that cannot be read or run at all; what stops a launch is in the outcome.
     """
     module = gpu.load(ptx, arch=arch or wanted.arch, **settings)
-    arrays = {name: one.make() for name, one in wanted.tensors.items()}
+    arrays = {name: _on_device(module.device, one) for name, one in wanted.tensors.items()}
     before = {name: _digest(array) for name, array in arrays.items()}
     _fill_variables(wanted, module)
     outcome = Outcome(arch=module.device.arch.name)
@@ -97,6 +99,18 @@ def run(wanted: Description, ptx: str, arch: str | None, save: Path | None, **se
     if save is not None:
         _save(save, wanted, arrays)
     return outcome
+
+
+def _on_device(device: Device, tensor: Tensor) -> np.ndarray:
+    """Put a tensor in device memory, where it stays from launch to launch. Loads past its end are reported."""
+    values = tensor.make()
+    device.claim(tensor.nbytes)
+    memory = aligned_zeros(tensor.nbytes, ALIGNMENT).view(values.dtype).reshape(values.shape)
+    memory[...] = values
+    if tensor.nbytes:
+        label = f"{tensor.name} {tensor.shape} {tensor.dtype}"
+        device.gmem.register(memory.ctypes.data, tensor.nbytes, label, owner=memory, padded=True)
+    return memory
 
 
 def _digest(array: np.ndarray) -> str:
