@@ -8,7 +8,7 @@ gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(...
 with emulator.devices(2) as gpus: ...                # several, with memory that all share, see driver/devices.py
 emulator.launch(compiled, a, b)                      # one call, nothing patched
 emulator.emulate("script.py", ["--its", "args"])     # any script, in a fresh process
-emulator.run_ptx(text, [array, 7, 0.5], Shape(...))  # a kernel of a PTX file on numpy arrays; no torch, no CuTeDSL
+emulator.gpu.load("kernel.ptx")                      # PTX alone, launched on numpy arrays, see gpu/
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PUBLIC = {
     "devices": "driver.devices",
     "emulate": "driver.script",
     "launch": "driver.host",
-    "run_ptx": "driver.ptx_file",
-    "Shape": "driver.ptx_file",
 }
-__all__ = list(_PUBLIC)
+__all__ = [*_PUBLIC, "gpu"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    if name == "gpu":
+        return importlib.import_module(f"{__name__}.gpu")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

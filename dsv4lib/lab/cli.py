@@ -248,61 +248,99 @@ def lint() -> None:
     raise typer.Exit(1 if problems else 0)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+RUNS_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+Target = Annotated[
+    str,
+    typer.Argument(help="a Python script of CuTeDSL or cuda-python, then its arguments; or a .ptx, .cu or .toml file"),
+]
+Given = Annotated[list[str] | None, typer.Argument(help="handed to the script as they are")]
+Arch = Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")]
+Seed = Annotated[int, typer.Option(help="of the random schedule")]
+Schedule = Annotated[str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial or random")]
+Checks = Annotated[str, typer.Option(help="off, default, race (data races too), all; or groups and kinds, with commas")]
+TimeLimit = Annotated[
+    float | None, typer.Option(help="seconds of processor time of one launch, inf: none [default: 1800]")
+]
+InstructionLimit = Annotated[int | None, typer.Option(help="warp-instructions of one launch [default: 10^10]")]
+MemoryLimit = Annotated[
+    int | None, typer.Option(help="bytes that the device allocates by itself [default: this machine's memory]")
+]
+Described = Annotated[Path | None, typer.Option("--launch", help=".ptx, .cu: launch description [default: FILE.toml]")]
+Save = Annotated[Path | None, typer.Option(help=".ptx, .cu: write all tensors after the launches to this .npz file")]
+Form = Annotated[str, typer.Option("--format", help="of the report: text, json or sarif")]
+Output = Annotated[
+    Path | None, typer.Option(help="file of the report [default: text to standard error, json and sarif to output]")
+]
+Describe = Annotated[bool, typer.Option("--describe", help=".ptx, .cu: print a launch description to fill in")]
+
+
+@app.command(context_settings=RUNS_ANYTHING)
 def emulate(
-    script: Annotated[
-        str,
-        typer.Argument(
-            help="a Python script that compiles and calls CuTeDSL kernels, or a .ptx file; arguments follow"
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="handed to the script; .ptx: parameters, as x.npy, float32[4,100] (zeros), 7 or 0.5"),
-    ] = None,
-    arch: Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")] = "auto",
-    seed: Annotated[int, typer.Option(help="of the random schedule")] = 0,
-    schedule: Annotated[
-        str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial or random")
-    ] = "round_robin",
-    checks: Annotated[str, typer.Option(help="off, default, race or all")] = "default",
-    time_limit: Annotated[
-        float | None, typer.Option(help="seconds of processor time of one launch, inf: none [default: 1800]")
-    ] = None,
-    instruction_limit: Annotated[
-        int | None, typer.Option(help="warp-instructions of one launch [default: 10^10]")
-    ] = None,
-    memory_limit: Annotated[
-        int | None, typer.Option(help="bytes that the device allocates by itself [default: this machine's memory]")
-    ] = None,
-    entry: Annotated[str, typer.Option(help=".ptx: name of the kernel, where there are several")] = "",
-    grid: Annotated[str, typer.Option(help=".ptx: CTAs, as 4 or 4,2,1")] = "1",
-    block: Annotated[str, typer.Option(help=".ptx: threads of a CTA, as 128")] = "32",
-    cluster: Annotated[str, typer.Option(help=".ptx: CTAs of a cluster, as 2")] = "1",
-    smem: Annotated[int, typer.Option(min=0, help=".ptx: bytes of dynamic shared memory")] = 0,
-    save: Annotated[Path | None, typer.Option(help=".ptx: folder for the arrays after the launch")] = None,
+    target: Target,
+    arguments: Given = None,
+    arch: Arch = "auto",
+    seed: Seed = 0,
+    schedule: Schedule = "round_robin",
+    checks: Checks = "default",
+    time_limit: TimeLimit = None,
+    instruction_limit: InstructionLimit = None,
+    memory_limit: MemoryLimit = None,
+    launch: Described = None,
+    save: Save = None,
+    form: Form = "text",
+    output: Output = None,
+    describe: Describe = False,
 ) -> None:
-    """Run a CuTeDSL script, unmodified, on an emulated GPU. The exit code is the script's (90: a hazard).
+    """Run a CuTeDSL script, unmodified, or PTX on an emulated GPU. The exit code is the script's (90: a hazard).
 
-    A .ptx file is run on numpy arrays and needs neither torch nor the CuTe DSL.
-
-    The script itself runs on this machine with your rights: it can read and write whatever you can. Limits hold for
-    each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS and _BYTES set them for all.
+    A script runs on this machine with your rights: it can read and write whatever you can. Limits hold for
+    each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS and _BYTES set them for all. A PTX or CUDA C++ file needs a
+    description of its launch (--describe writes one); CUDA C++ needs NVRTC. `sanitize` does the same with the race
+    detector, and lists the exit codes.
     """
-    from dsv4lib.emulator.driver import script as scripts
+    settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
+    settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
+    _run_target("dsv4 emulate", target, arguments, arch, settings, launch, save, form, output, describe)
 
-    limits = {"time_limit": time_limit, "instruction_limit": instruction_limit, "memory_limit": memory_limit}
-    if script.endswith(".ptx") and Path(script).is_file():
-        from dsv4lib.emulator.driver import ptx_file
 
-        sizes = [ptx_file.dimensions(*given) for given in (("grid", grid), ("block", block), ("cluster", cluster))]
-        shape = ptx_file.Shape(*sizes, smem)
-        settings = {"seed": seed, "schedule": schedule, "checks": checks, **limits}
-        raise typer.Exit(ptx_file.command(Path(script), arguments or [], shape, entry, save, arch, **settings))
-    code = scripts.emulate(script, arguments or [], arch, seed, schedule, checks, **limits)
-    raise typer.Exit(code)
+@app.command(context_settings=RUNS_ANYTHING)
+def sanitize(
+    target: Target,
+    arguments: Given = None,
+    arch: Arch = "auto",
+    seed: Seed = 0,
+    schedule: Schedule = "round_robin",
+    checks: Checks = "race",
+    time_limit: TimeLimit = None,
+    instruction_limit: InstructionLimit = None,
+    memory_limit: MemoryLimit = None,
+    launch: Described = None,
+    save: Save = None,
+    form: Form = "text",
+    output: Output = None,
+    describe: Describe = False,
+) -> None:
+    """Look for races and other hazards in a kernel: PTX, CUDA C++ or a CuTeDSL script, on an emulated GPU.
+
+    It is `emulate` with the race detector: exit 0: clean (lints included). 2: wrong arguments or description. 90: a
+    check reported an error. 91: a launch was stopped: an impossible access, a deadlock, a limit. 92: the target cannot
+    be run. 93: a tensor is not as its description expects. A script's own exit code comes first.
+    """
+    settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
+    settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
+    _run_target("dsv4 sanitize", target, arguments, arch, settings, launch, save, form, output, describe)
+
+
+def _run_target(
+    command: str, target: str, given: list[str] | None, arch: str, settings: dict[str, Any], launch: Path | None,
+    save: Path | None, form: str, output: Path | None, describe: bool,
+) -> None:  # fmt: skip
+    from dsv4lib.emulator.sanitize import command as sanitizer
+
+    if describe:
+        raise typer.Exit(sanitizer.describe(command, target, arch))
+    wish = sanitizer.Wish(command, target, given or [], arch, settings, launch, save, form, output)
+    raise typer.Exit(sanitizer.run(wish))
 
 
 @app.command()
@@ -531,6 +569,12 @@ def lab(
     from dsv4lib.lab import jupyter
 
     jupyter.main(notebook or jupyter.FIRST_NOTEBOOK, port, browser)
+
+
+def sanitize_main() -> None:
+    """Entry point of ``dsv4-sanitize``: ``dsv4 sanitize`` with the same arguments."""
+    sys.argv = ["dsv4", "sanitize", *sys.argv[1:]]
+    main()
 
 
 def main() -> None:

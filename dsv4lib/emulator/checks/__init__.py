@@ -7,8 +7,9 @@
 | "off" | nothing is reported; accesses that are impossible still stop the launch |
 | "default" | allocation, bounds, initialisation, pending copies, mbarrier and transaction counts, proxy fences |
 | "race" | also data races in shared, tensor and global memory and phases that can mix, by vector clocks (race.py) |
-| "all" | also counters of bank conflicts and global sectors |
+| "race,counters" | also counters of bank conflicts and global sectors |
 | "race,pedantic" | "race", and what the PTX ISA requires and shipped kernels leave out (pedantic.py) |
+| "all" | all of these |
 
 Groups and single kinds can be added and taken away: ``checks="race,-tmem_lane_quarter"`` (selection.py).
 ``fatal=`` names kinds that stop the launch at once; "error" stands for every kind of that severity, "all" for all.

@@ -19,7 +19,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "off": (),
     "default": _DEFAULT,
     "race": (*_DEFAULT, "race"),
-    "all": (*_DEFAULT, "race", COUNTERS),
+    "all": (*GROUPS, COUNTERS),
 }
 # What a group, or a kind on its own, needs beside being reported.
 _BITS = {

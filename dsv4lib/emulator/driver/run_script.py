@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import runpy
 import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,47 +28,55 @@ _NOT_THEIRS = (
 def main(job: dict[str, Any]) -> int:
     """Run ``job["script"]`` as ``__main__``; returns the exit code."""
     script, report = Path(job.pop("script")), Path(job.pop("report"))
-    args, arch = job.pop("args"), job.pop("arch")
+    args, arch, findings = job.pop("args"), job.pop("arch"), job.pop("findings")
     from dsv4lib.emulator.checks import errors
     from dsv4lib.emulator.driver.device import device
 
     _end_with_parent()
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
-    code = 0
+    code, hazards, stopped = 0, [], None
     try:
         with device(arch, default_device="cpu", **job) as gpu:
             try:
                 runpy.run_path(str(script), run_name="__main__")
             except SystemExit as stop:
                 code = _exit_code(stop)
-            found = merged(gpu.hazards)
-            for hazard in found:
-                print(f"dsv4 emulate: {hazard}", file=sys.stderr)
-            if code == 0 and errors(found):
+            finally:
+                hazards += gpu.hazards
+            if code == 0 and errors(hazards):
                 code = HAZARD
     except KeyboardInterrupt:
-        print("dsv4 emulate: interrupted", file=sys.stderr)
+        print(f"{findings['command']}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BaseException as error:
         report.write_text(_messages(error))
+        stopped = next((e for e in _chain(error) if isinstance(e, EmulatorError)), None)
+        if stopped is not None:
+            stopped.__notes__ = []  # what was reported before is among the findings
+            hazards += stopped.hazards
         _print(error)
-        cause = _chain(error)
-        if any(isinstance(e, EmulatorError) for e in cause):
-            return FAILED
-        return REFUSED if isinstance(error, DSV4Error) else 1
+        code = FAILED if stopped is not None else REFUSED if isinstance(error, DSV4Error) else 1
+    _write(findings, str(script), hazards, stopped, code, arch, job["checks"])
     return code
 
 
-def merged(hazards: Iterable[Any]) -> list[Any]:
-    """Merge equal findings, counted over all launches."""
-    found: dict[Any, Any] = {}
-    for hazard in hazards:
-        key = (hazard.key(), hazard.place.kernel if hazard.place else "")
-        if key in found:
-            hazard = dataclasses.replace(found[key], count=found[key].count + hazard.count)
-        found[key] = hazard
-    return list(found.values())
+def _write(
+    findings: dict[str, Any],
+    script: str,
+    hazards: list[Any],
+    stopped: EmulatorError | None,
+    code: int,
+    arch: str,
+    checks: str,
+) -> None:
+    """Write the report. In text the traceback before it has said what stopped the script."""
+    from dsv4lib.emulator.sanitize.findings import group
+    from dsv4lib.emulator.sanitize.report import Report
+
+    found = group(hazards, None if findings["form"] == "text" else stopped)
+    output = None if findings["output"] is None else Path(findings["output"])
+    Report(script, found, code, arch, checks).write(findings["form"], output, findings["command"])
 
 
 def _end_with_parent() -> None:

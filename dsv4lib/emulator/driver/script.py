@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,15 @@ def emulate(
     time_limit: float | None = None,
     instruction_limit: int | None = None,
     memory_limit: int | None = None,
+    report: Mapping[str, Any] | None = None,
 ) -> int:
     """Run ``script`` with ``args`` in a process with an emulated device.
 
     Args:
         arch: an architecture of the emulator, or "auto".
         seed, schedule, checks, sm_count, time_limit, instruction_limit, memory_limit: as `device` takes them.
+        report: how findings are written: ``form`` ("text", "json", "sarif"), ``output`` (a file, None: standard error)
+            and ``command``, the name in front of messages.
 
     Returns:
         the exit code (see the module).
@@ -91,14 +94,15 @@ def emulate(
     target = FIRST if arch == "auto" else arch
     make(target, **settings)  # refuses bad settings before anything is started
     need_packages()
+    findings = {"form": "text", "output": None, "command": "dsv4 emulate", **(report or {})}
     tried: list[str] = []
     while True:
         tried.append(target)
-        code, error = _attempt(path, args, target, settings)
+        code, error = _attempt(path, args, target, {**settings, "findings": findings})
         wanted = wanted_arch(error) if arch == "auto" and code != 0 else None
         if wanted is None or wanted in tried:
             return code
-        print(f"dsv4 emulate: the script needs {wanted}; starting again", file=sys.stderr)
+        print(f"{findings['command']}: the script needs {wanted}; starting again", file=sys.stderr)
         target = wanted
 
 

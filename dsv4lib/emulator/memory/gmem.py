@@ -80,7 +80,7 @@ class GlobalMemory:
         self._starts: list[int] = []
         self._allocations: list[Allocation] = []
         self._views: dict[int, np.ndarray] = {}
-        self.table = self.native_table = np.zeros((0, 2), np.uint64)
+        self._tables: tuple[np.ndarray, np.ndarray] | None = None  # made of the allocations when they are read
         self.version = 0  # changes with every registration: contexts re-read the table
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class GlobalMemory:
         self._starts.insert(i, start)
         self._allocations.insert(i, new)
         self._views[start] = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), np.uint8)
-        self._rebuild()
+        self._changed()
         return new
 
     def register_array(self, array: np.ndarray, label: str, *, writable: bool = True) -> Allocation:
@@ -139,7 +139,7 @@ class GlobalMemory:
         if i == len(self._starts) or self._starts[i] != start:
             raise ArgumentError("start", hex(start), "the start of a registered allocation")
         del self._starts[i], self._allocations[i], self._views[start]
-        self._rebuild()
+        self._changed()
 
     def add_multicast(self, multicast: Multicast) -> None:
         """Make a multicast range known; ordinary accesses to it stay errors."""
@@ -244,9 +244,25 @@ class GlobalMemory:
                 raise MemoryFault(self.explain(int(wanted[rows[0]]), nbytes, write))
             yield self._views[allocation.start], rows, (wanted[rows] - np.uint64(allocation.start)).astype(np.int64)
 
-    def _rebuild(self) -> None:
-        self.table = np.array([(a.start, a.end) for a in self._allocations], np.uint64).reshape(-1, 2)
-        self.native_table = self.table.copy()
-        self.native_table[[not a.writable for a in self._allocations], 1] |= np.uint64(READ_ONLY)
-        self.native_table[[a.padded for a in self._allocations], 1] |= np.uint64(PADDED)
+    @property
+    def table(self) -> np.ndarray:
+        """Get (start, end) of every allocation, by start."""
+        return self._made()[0]
+
+    @property
+    def native_table(self) -> np.ndarray:
+        """Get the table as native code reads it: with marks of what is read-only or padded."""
+        return self._made()[1]
+
+    def _made(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._tables is None:
+            table = np.array([(a.start, a.end) for a in self._allocations], np.uint64).reshape(-1, 2)
+            native = table.copy()
+            native[[not a.writable for a in self._allocations], 1] |= np.uint64(READ_ONLY)
+            native[[a.padded for a in self._allocations], 1] |= np.uint64(PADDED)
+            self._tables = table, native
+        return self._tables
+
+    def _changed(self) -> None:
+        self._tables = None
         self.version += 1

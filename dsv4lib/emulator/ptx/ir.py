@@ -137,12 +137,17 @@ class Variable:
 
 @dataclass(frozen=True)
 class Param:
-    """A kernel parameter: where it lies in the parameter block."""
+    """A kernel parameter: where it lies in the parameter block, and what its declaration says of it.
+
+    ``type``: of one element, without the dot. ``pointer``: it is declared as one (``.ptr``).
+    """
 
     name: str
     offset: int
     size: int
     align: int
+    type: str = "b8"
+    pointer: bool = False
 
 
 @dataclass

@@ -18,6 +18,7 @@ from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
 from dsv4lib.emulator.ptx.variables import parameters, variables
 from dsv4lib.emulator.ptx.wmma import expand
 
+_SOMETHING = re.compile(r"\S")
 _HEADER = re.compile(r"\s*\.(?:(version)\s+(\d+\.\d+)|(target)\s+([^\n]+)|(address_size)\s+(\d+))")
 _SKIPPED = re.compile(r'\s*(?:\.section\s+[^\s{]+\s*\{[^{}]*\}|\.pragma\s+"[^"]*"\s*;)')
 _LINKAGE = re.compile(r"\s*((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func|global|const|shared|texref|alias)\b")
@@ -42,10 +43,10 @@ def parse(ptx: str) -> Module:
     Raises:
         dsv4lib.emulator.errors.PtxSyntaxError: the text is not PTX as understood here; the message names the line.
     """
-    source = read(ptx)
+    source = read(ptx.rstrip("\0"))  # NVRTC counts the zero that ends its text
     module = Module("", "", {}, functions=functions(source))
     position = 0
-    while source.text[position:].strip():
+    while _SOMETHING.search(source.text, position):
         position = _top_level(source, position, module)
     if not module.version or not module.target:
         raise source.error("no .version or no .target", 0)
@@ -116,11 +117,11 @@ def _entry(source: Source, position: int, module: Module) -> int:
     try:
         kernel.params = parameters(match[2] or "")
         _directives(kernel, match[3])
+        addresses = {name: function.address for name, function in module.functions.items()}
+        body = _Body(source, kernel, Names({v.name: v.name for v in module.variables}, addresses), module)
     except OperandError as error:
         raise source.error(str(error), match.start(1), kernel=kernel.name) from None
-    addresses = {name: function.address for name, function in module.functions.items()}
-    names = Names({v.name: v.name for v in module.variables}, addresses)
-    return _Body(source, kernel, names, module).parse(match.end())
+    return body.parse(match.end())
 
 
 def _directives(kernel: Kernel, text: str) -> None:
@@ -131,7 +132,10 @@ def _directives(kernel: Kernel, text: str) -> None:
     for name, argument in _PERFORMANCE.findall(text):
         if name in _HINTS:
             continue
-        numbers = [int(x) for x in argument.split(",")] if argument.strip() else []
+        items = argument.split(",") if argument.strip() else []
+        if not all(re.fullmatch(r"\s*\d{1,10}\s*", item) for item in items):
+            raise OperandError(f"entry directive .{name} {argument}"[:120])
+        numbers = [int(item) for item in items]
         triple = (*numbers, 1, 1)[:3]
         if name == "reqntid" and 1 <= len(numbers) <= 3:
             kernel.reqntid = triple

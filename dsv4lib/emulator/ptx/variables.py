@@ -72,8 +72,11 @@ def parameters(text: str) -> list[Param]:
         return out
     for item in split(text) or [""]:
         (variable,) = variables(item)
+        declared = _DECLARATION.fullmatch(item)
+        assert declared is not None  # or `variables` had refused it
         offset = -(-offset // variable.align) * variable.align
-        out.append(Param(variable.name, offset, variable.size, variable.align))
+        kind, pointer = declared["type"], declared["ptr"] is not None
+        out.append(Param(variable.name, offset, variable.size, variable.align, kind, pointer))
         offset += variable.size
     return out
 

@@ -45,7 +45,7 @@ def sectors(
 ) -> int:
     """Run a kernel in the emulator, wherever the page runs. Returns the sectors that its warps requested."""
     kernel, code = compile_cache.default().get(kernel_type, dict(settings), fake, arch)
-    gpu = make(arch, checks="all")
+    gpu = make(arch, checks="race,counters")
     launch(code, *args(kernel, *given), gpu=gpu)
     return gpu.launches[-1].result.stats["global_sectors"]
 

@@ -37,7 +37,7 @@ def reference() -> torch.Tensor:
     [(name, 0) for name in POLICIES] + [(n, s) for n in ("random", "adversarial") for s in (1, 2, 3)],
 )
 def test_the_kernel_as_it_is(reference, schedule, seed):
-    c, result = run(schedule=schedule, seed=seed, checks="all")
+    c, result = run(schedule=schedule, seed=seed, checks="race,counters")
     assert result.hazards == []
     assert torch.equal(c, reference)
 

@@ -14,6 +14,7 @@ from dsv4lib.emulator.checks import KINDS, Hazard, errors, table
 from dsv4lib.emulator.driver.device import CHECKS, make
 from dsv4lib.emulator.errors import EmulatorError, HazardError
 from dsv4lib.emulator.machine.request import Settings
+from dsv4lib.emulator.native import abi
 from dsv4lib.errors import ArgumentError
 from tests.emulator.checks.test_race import FILL, INIT, SMEM, START, TWINS, wait
 from tests.emulator.launching import aligned, entry, launch, prepare
@@ -350,7 +351,8 @@ def test_bank_conflicts_and_sectors_are_counted(stride, conflicts, sectors):
         + ("cvt.u64.u32 %rd2, %r4; add.s64 %rd2, %rd2, %rd1; st.global.b32 [%rd2], %r0;")
     )
     text = entry("u64 data", body, shared=SMEM)
-    result = launch(text, aligned(1024, np.uint32), block=32, settings=Settings(native_checks=CHECKS["all"]))
+    settings = Settings(native_checks=CHECKS["race"] | abi.CHECK_COUNTERS)
+    result = launch(text, aligned(1024, np.uint32), block=32, settings=settings)
     assert (result.stats["bank_conflicts"], result.stats["global_sectors"]) == (conflicts, sectors)
     assert result.hazards == []
 

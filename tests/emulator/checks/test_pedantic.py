@@ -104,8 +104,9 @@ def test_the_repaired_twin_is_silent(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in TWINS if KINDS[kind].check == "pedantic"])
 def test_pedantic_checks_are_off_by_default(kind):
-    assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], "all").hazards}
-    assert kind in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], kind).hazards}
+    assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], "race,counters").hazards}
+    for checks in (kind, "all"):
+        assert kind in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], checks).hazards}
 
 
 def test_registers_touched_between_two_wgmma_need_a_fence():
@@ -169,7 +170,9 @@ def test_presets_and_names():
     assert select("off").bits == 0 and select("off").muted == frozenset(KINDS)
     default = abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_REPORT
     assert select("default").bits == default and select("race").bits == default | abi.CHECK_RACE
-    assert select("all").bits == default | abi.CHECK_RACE | abi.CHECK_COUNTERS
+    assert select("race,counters").bits == default | abi.CHECK_RACE | abi.CHECK_COUNTERS
+    assert select("all").bits == default | abi.CHECK_RACE | abi.CHECK_COUNTERS | abi.CHECK_PEDANTIC
+    assert select("all").muted == frozenset()
     assert select("race,-tmem_lane_quarter").muted == select("race").muted | {"tmem_lane_quarter"}
     assert select("race,-race").muted == select("default").muted
     assert select("tmem_leak").bits == abi.CHECK_REPORT

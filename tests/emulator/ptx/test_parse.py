@@ -197,7 +197,12 @@ def test_parameters_are_laid_out_by_alignment():
         "ret;",
         params=".param .u32 a, .param .u64 .ptr .global .align 16 b, .param .align 64 .b8 c[128], .param .f32 d",
     )
-    assert k.params == [Param("a", 0, 4, 4), Param("b", 8, 8, 8), Param("c", 64, 128, 64), Param("d", 192, 4, 4)]
+    assert k.params == [
+        Param("a", 0, 4, 4, "u32"),
+        Param("b", 8, 8, 8, "u64", pointer=True),
+        Param("c", 64, 128, 64, "b8"),
+        Param("d", 192, 4, 4, "f32"),
+    ]
     assert k.param_bytes == 196
 
 

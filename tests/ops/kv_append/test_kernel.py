@@ -77,7 +77,7 @@ def test_rows_that_are_not_kept_are_not_read():
     sectors = []
     for by_slot in (False, True):
         kernel, code = compiled("sm_90a", by_slot)
-        gpu = device("sm_90a", checks="all")
+        gpu = device("sm_90a", checks="race,counters")
         launch(code, *launch_args(kernel, Call(kv, ring.clone(), table, "emulator")), gpu=gpu)
         sectors.append(gpu.launches[-1].result.stats["global_sectors"])
     assert sectors == [(300 + 8) * 32 + 300, 2 * 8 * 32 + 8]

@@ -119,7 +119,7 @@ def test_every_schedule_gives_the_same_bits():
     made = case(WideE4m3MoeGemm(**options), [33, 0, 7], 128, 1280)  # more stages than the ring has
     outputs, hashes = set(), set()
     for schedule in SCHEDULES:
-        outcome = run(options, made, WideE4m3MoeGemm, schedule=schedule, checks="all")
+        outcome = run(options, made, WideE4m3MoeGemm, schedule=schedule, checks="race,counters")
         assert outcome.findings() == set(), (schedule, outcome.findings())
         outputs.add(made.call.out.view(torch.uint8).numpy().tobytes())
         hashes.add(outcome.result.schedule_hash)
@@ -141,7 +141,7 @@ def test_tiles_give_the_same_bits():
 def test_faults_are_found(name):
     options = {"tile_n": 32, "out": "mxfp8", **L1}
     made = case(WideE4m3MoeGemm(**options), [32, 0, 1], 256, 512)
-    found = run(options, made, E4M3_FAULTS[name], schedule="adversarial", checks="all").findings()
+    found = run(options, made, E4M3_FAULTS[name], schedule="adversarial", checks="race,counters").findings()
     assert E4M3_CAUGHT_BY[name] in found
 
 

@@ -1,0 +1,143 @@
+"""Run a target with the checks on: PTX or CUDA C++ with a launch description, or any Python script.
+
+Exit codes: 0 clean, lints included; 2 wrong arguments or description; 90 a check reported an error; 91 a launch was
+stopped (an impossible access, a deadlock, a limit); 92 the target cannot be run: PTX that is not understood, no
+architecture for it, CUDA C++ that does not compile; 93 a tensor is not as expected. A script's own code comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4lib.emulator import gpu
+from dsv4lib.emulator.checks import errors
+from dsv4lib.emulator.driver import arguments
+from dsv4lib.emulator.driver.arch import ARCHITECTURES
+from dsv4lib.emulator.driver.script import FAILED, HAZARD, REFUSED, emulate
+from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.gpu.module import read_text
+from dsv4lib.emulator.sanitize import description, launching, nvrtc, skeleton
+from dsv4lib.emulator.sanitize.findings import group
+from dsv4lib.emulator.sanitize.report import FORMATS, Report, plain
+from dsv4lib.errors import ArgumentError, BackendUnavailable
+
+WRONG = 93
+DEFAULT_ARCH = "sm_100a"  # of a .cu file whose description names none
+SUFFIXES = (".ptx", ".cu", ".toml")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asked for.
+
+    Attributes:
+        command: the command's name, for messages.
+        target: a .ptx, .cu or .toml file, or a script with its ``arguments``.
+        arch: or "auto". settings: of the device, as `emulator.device` takes them.
+        launch: description of a .ptx or .cu file, default: the .toml file beside it. save: .npz for the tensors.
+        form: one of `FORMATS`; output: file of the report.
+    """
+
+    command: str
+    target: str
+    arguments: Sequence[str]
+    arch: str
+    settings: dict[str, Any]
+    launch: Path | None = None
+    save: Path | None = None
+    form: str = "text"
+    output: Path | None = None
+
+
+def run(wish: Wish) -> int:
+    """Run the target and write the report; returns the exit code.
+
+    Raises:
+        ArgumentError: a bad argument or description.
+    """
+    arguments.one_of("format", wish.form, FORMATS)
+    arguments.one_of("arch", wish.arch, ("auto", *ARCHITECTURES))
+    for name, path in (("output", wish.output), ("save", wish.save)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ArgumentError(name, str(path), "a file in a folder that exists")
+    suffix = Path(wish.target).suffix
+    if suffix not in SUFFIXES:
+        for name, given in (("launch", wish.launch), ("save", wish.save)):
+            if given is not None:
+                raise ArgumentError(name, str(given), "given with a .ptx, .cu or .toml file only")
+        if wish.form != "text" and wish.output is None:
+            raise ArgumentError("output", None, f"a file: the script writes to standard output, not {wish.form}")
+        report = {"form": wish.form, "output": None if wish.output is None else str(wish.output.resolve())}
+        label = {"command": wish.command}
+        return emulate(wish.target, list(wish.arguments), wish.arch, **wish.settings, report=report | label)
+    if wish.arguments:
+        raise ArgumentError(
+            "arguments", list(wish.arguments), "none: options stand before the file, and only a script takes arguments"
+        )
+    return _described(wish, suffix)
+
+
+def _described(wish: Wish, suffix: str) -> int:
+    target = Path(wish.target)
+    if not target.is_file():
+        raise ArgumentError("target", wish.target, "the path of a .ptx, .cu, .toml or Python file")
+    path = target if suffix == ".toml" else wish.launch or target.with_suffix(".toml")
+    if not path.is_file():
+        how = f"a launch description; {wish.command} --describe {target} > {path.name} writes one to fill in"
+        raise ArgumentError("launch", str(path), how)
+    wanted = description.read(path)
+    source = wanted.source if suffix == ".toml" else target
+    arch = None if wish.arch == "auto" else wish.arch
+    try:
+        ptx = text_of(source, arch or wanted.arch, wanted.options)
+        outcome = launching.run(wanted, ptx, arch, wish.save, **wish.settings)
+    except (EmulatorError, BackendUnavailable, nvrtc.CompileError) as error:
+        refused = Report(wish.target, [], REFUSED, refusal=f"{type(error).__name__}: {error}")
+        refused.write(wish.form, wish.output, wish.command)
+        return REFUSED
+    code = FAILED if outcome.stopped else HAZARD if errors(outcome.hazards) else WRONG if outcome.wrong else 0
+    report = Report(
+        wish.target,
+        group(outcome.hazards, outcome.stopped),
+        code,
+        outcome.arch,
+        str(wish.settings.get("checks", "default")),
+        os.path.relpath(source) if source.suffix == ".ptx" else "",
+        plain(outcome.launches),
+        outcome.tensors,
+        {name: asdict(found) for name, found in outcome.wrong.items()},
+    )
+    report.write(wish.form, wish.output, wish.command)
+    return code
+
+
+def text_of(source: Path, arch: str | None, options: Sequence[str] = ()) -> str:
+    """Read PTX, or compile CUDA C++ to it.
+
+    Raises:
+        ArgumentError: no such file.
+        BackendUnavailable: CUDA C++, and NVRTC is not installed.
+        CompileError: CUDA C++ with errors.
+    """
+    if source.suffix == ".cu":
+        return nvrtc.compile_file(source, arch or DEFAULT_ARCH, options)
+    return read_text(source)
+
+
+def describe(command: str, target: str, arch: str) -> int:
+    """Print the skeleton of a launch description for a .ptx or .cu file; returns the exit code."""
+    path = Path(target)
+    if path.suffix not in (".ptx", ".cu") or not path.is_file():
+        raise ArgumentError("target", target, "the path of a .ptx or .cu file")
+    try:
+        module = gpu.load(text_of(path, None if arch == "auto" else arch))
+    except (EmulatorError, BackendUnavailable, nvrtc.CompileError) as error:
+        print(f"{command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return REFUSED
+    print(skeleton.describe(module, path.name), end="")
+    return 0

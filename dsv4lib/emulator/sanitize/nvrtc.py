@@ -1,0 +1,103 @@
+"""Compile CUDA C++ to PTX by NVRTC, if its library is installed. It needs neither a GPU nor a driver.
+
+The library is loaded from, in this order: DSV4_NVRTC (a path), the wheel nvidia-cuda-nvrtc of this environment, the
+folders of CUDA_HOME and CUDA_PATH, the system's. Source: NVRTC documentation, "Basic Usage".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dsv4lib.errors import ArgumentError, BackendUnavailable, DSV4Error
+
+INSTALL = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, or set DSV4_NVRTC to the path of libnvrtc.so"
+VERSIONS = ("13", "12")
+MAX_BYTES = 1 << 24  # of a source file
+_ARCH = re.compile(r"sm_(\d{2,3}[af]?)")
+
+
+class CompileError(DSV4Error):
+    """A source that NVRTC refuses; the message is its log."""
+
+
+def candidates() -> Iterator[str]:
+    """List where the library may be, the best place first."""
+    if named := os.environ.get("DSV4_NVRTC"):
+        yield named  # and nothing else: a wrong path is an error
+        return
+    names = [f"libnvrtc.so.{version}" for version in VERSIONS]
+    roots = [Path(entry) / "nvidia" for entry in sys.path if entry]
+    folders = [root / part / "lib" for root in roots for part in ("cu13", "cuda_nvrtc")]
+    folders += [Path(os.environ[key]) / "lib64" for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
+    yield from (str(folder / name) for folder in folders for name in names if (folder / name).is_file())
+    yield from names
+
+
+def library() -> tuple[ctypes.CDLL, Path | None]:
+    """Load NVRTC; also the folder of the toolkit that it lies in, None if the system found it.
+
+    Raises:
+        BackendUnavailable: it is not installed; the message says how to install it.
+    """
+    tried = list(candidates())
+    for name in tried:
+        try:
+            found = ctypes.CDLL(name)
+            found.nvrtcVersion  # noqa: B018  the symbol itself
+        except (OSError, AttributeError):
+            continue
+        return found, Path(name).resolve().parent.parent if "/" in name else None
+    raise BackendUnavailable(f"CUDA C++ needs NVRTC, and none of {', '.join(tried)} can be loaded: {INSTALL}")
+
+
+def compile_file(path: Path, arch: str, options: Sequence[str] = ()) -> str:
+    """Compile a .cu file to PTX, with line info.
+
+    Args:
+        arch: sm_90a and the like. options: further options of NVRTC, such as ``-DN=4``.
+
+    Raises:
+        ArgumentError: no such file, or no architecture.
+        BackendUnavailable: NVRTC is not installed.
+        CompileError: the source has errors.
+    """
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        raise ArgumentError("source", str(path), f"a CUDA C++ file of at most {MAX_BYTES:,} bytes")
+    target = _ARCH.fullmatch(arch)
+    if target is None:
+        raise ArgumentError("arch", arch, "sm_80, sm_90a, sm_100a and their like")
+    nvrtc, toolkit = library()
+    includes = [path.resolve().parent, *([toolkit / "include", toolkit / "include" / "cccl"] if toolkit else [])]
+    flags = [f"--gpu-architecture=compute_{target[1]}", "-lineinfo", "-default-device", "--std=c++17"]
+    flags += [f"-I{folder}" for folder in includes if folder.is_dir()] + list(options)
+    raw = [flag.encode() for flag in flags]
+    program = ctypes.c_void_p()
+    source = path.read_bytes()
+    _call(nvrtc, "nvrtcCreateProgram", ctypes.byref(program), source, str(path).encode(), 0, None, None)
+    try:
+        code = nvrtc.nvrtcCompileProgram(program, len(raw), (ctypes.c_char_p * len(raw))(*raw))
+        if code:
+            log = _text(nvrtc, "nvrtcGetProgramLog", program)
+            raise CompileError(f"NVRTC refuses {path.name}:\n{log.strip() or f'error {code}'}")
+        return _text(nvrtc, "nvrtcGetPTX", program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(nvrtc: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    _call(nvrtc, f"{name}Size", program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(max(size.value, 1))
+    _call(nvrtc, name, program, buffer)
+    return buffer.value.decode(errors="replace")
+
+
+def _call(nvrtc: ctypes.CDLL, name: str, *args: object) -> None:
+    code = getattr(nvrtc, name)(*args)
+    if code:
+        raise CompileError(f"{name} ended with error {code}")
