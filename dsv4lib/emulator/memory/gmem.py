@@ -80,7 +80,7 @@ class GlobalMemory:
         self._starts: list[int] = []
         self._allocations: list[Allocation] = []
         self._views: dict[int, np.ndarray] = {}
-        self._tables: tuple[np.ndarray, np.ndarray] | None = None  # made of the allocations when they are asked for
+        self._tables: tuple[np.ndarray, np.ndarray] | None = None  # made of the allocations when they are read
         self.version = 0  # changes with every registration: contexts re-read the table
 
     @functools.cached_property

@@ -28,7 +28,7 @@ class CompileError(DSV4Error):
 def candidates() -> Iterator[str]:
     """List where the library may be, the best place first."""
     if named := os.environ.get("DSV4_NVRTC"):
-        yield named  # and nothing else: a wrong path is told
+        yield named  # and nothing else: a wrong path is an error
         return
     names = [f"libnvrtc.so.{version}" for version in VERSIONS]
     roots = [Path(entry) / "nvidia" for entry in sys.path if entry]

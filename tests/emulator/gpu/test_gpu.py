@@ -217,7 +217,7 @@ def test_stores_past_the_end_fault_and_loads_are_reported():
     assert [h.kind for h in found] == ["global_read_past_end"]
     with pytest.raises(MemoryFault, match="past the last byte of"):
         kernel.launch(1, 96, [y, np.zeros(64, np.float32), 1.0, 65])
-    assert kernel.module.device._allocated == 0  # also after the fault nothing stays behind
+    assert kernel.module.device._allocated == 0  # also after the fault nothing is left
 
 
 def test_a_view_keeps_its_alignment_and_what_overlaps_stays_one():
