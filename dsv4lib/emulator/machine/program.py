@@ -521,7 +521,9 @@ class _Lowering:
             return row[-1]
         if instr.opcode != "bar.warp.sync":
             return None
-        (mask,) = instr.operands
+        mask = instr.operands[0] if len(instr.operands) == 1 else None
+        if not isinstance(mask, Reg | Imm | Special):
+            raise UnsupportedInstruction(f"{instr.opcode} takes one member mask", self.place(instr))
         if isinstance(mask, Reg):
             return self.offset[mask.index]
         return self._constant(mask.bits, 32) if isinstance(mask, Imm) else self._special(mask.name, 32, instr)

@@ -19,6 +19,7 @@ from dsv4lib.emulator.machine.policies import Policy, make_policy
 from dsv4lib.emulator.machine.warp import GROUP, GROUPS, LIVE, MASK, PC, STICKY, Block, Parked, Warp
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.driver_ir import run_loop
+from dsv4lib.errors import DSV4Error
 
 _EXECUTED = abi.CONTEXT.fields["executed"][1] // 8
 _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
@@ -194,6 +195,11 @@ class Scheduler:
             if error.place is not None:
                 raise
             raise type(error)(str(error), warp.place(instr)) from error
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, DSV4Error):
+                raise
+            why = f"cannot be carried out with these operands ({type(error).__name__}: {error})"
+            raise EmulatorError(f"{instr.opcode} {why}", warp.place(instr)) from error
         if block is None:
             warp.pending = None
             warp.words[PC] += 1

@@ -27,7 +27,9 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from dsv4lib.emulator import isa
+from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.native import irtools
+from dsv4lib.errors import DSV4Error
 from dsv4lib.folders import cache_root, own_folder
 
 MAGIC = b"dsv4 native 2\n"
@@ -73,7 +75,12 @@ def emit(opcode: str, shape: str) -> irtools.Handler:
     if entry.kind != "native":
         raise AssertionError(f"{opcode} is a service, not native")
     emitter = irtools.Emitter(form, shape)
-    entry.implementation(emitter, form)
+    try:
+        entry.implementation(emitter, form)
+    except (IndexError, ValueError) as error:  # it takes its operands apart by their number
+        if isinstance(error, DSV4Error):
+            raise
+        raise EmulatorError(f"{opcode} takes another number of operands") from error
     return emitter.finish()
 
 

@@ -132,7 +132,10 @@ def _directives(kernel: Kernel, text: str) -> None:
     for name, argument in _PERFORMANCE.findall(text):
         if name in _HINTS:
             continue
-        numbers = [int(x) for x in argument.split(",")] if argument.strip() else []
+        items = argument.split(",") if argument.strip() else []
+        if not all(re.fullmatch(r"\s*\d{1,10}\s*", item) for item in items):
+            raise OperandError(f"entry directive .{name} {argument}"[:120])
+        numbers = [int(item) for item in items]
         triple = (*numbers, 1, 1)[:3]
         if name == "reqntid" and 1 <= len(numbers) <= 3:
             kernel.reqntid = triple

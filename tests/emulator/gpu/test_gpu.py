@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4lib.emulator import gpu
-from dsv4lib.emulator.errors import LaunchError, MemoryFault, PtxSyntaxError
+from dsv4lib.emulator.errors import EmulatorError, LaunchError, MemoryFault, PtxSyntaxError
 from dsv4lib.emulator.gpu.module import architecture_for
 from dsv4lib.errors import ArgumentError
 
@@ -112,6 +112,33 @@ def test_where_ptx_comes_from(tmp_path, form):
 def test_hostile_ptx(source, error, words):
     with pytest.raises(error, match=words):
         gpu.load(source)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("mov.u32 %r1, %r2, %r3;", "mov.u32 takes another number of operands"),
+        ("ld.global.u32 %r1;", "ld.global.u32"),
+        ("bar.warp.sync;", "member mask"),
+        ("bar.warp.sync [%rd1];", "member mask"),
+        ("bar.sync;", "bar.sync cannot be carried out with these operands"),
+        ("mbarrier.init.shared.b64 [%r1], 1, 2;", "mbarrier.init"),
+        ("frobnicate.u32 %r1;", "frobnicate"),
+        ("add.u32 %r1, %r2;", "add.u32"),
+    ],
+)
+def test_operands_that_an_instruction_does_not_take(line, words):
+    """Each error is the emulator's own, with the line."""
+    text = HEADER + ".visible .entry k() { .reg .b32 %r<4>; .reg .b64 %rd<4>;\n" + line + "\nret; }"
+    with pytest.raises(EmulatorError, match=words) as raised:
+        gpu.load(text).kernel().launch(1, 32)
+    assert raised.value.place is not None and raised.value.place.ptx_line == 5
+
+
+@pytest.mark.parametrize("text", ["1\n2", "1, ", "99999999999", "-1"])
+def test_entry_directives_that_are_no_numbers(text):
+    with pytest.raises(PtxSyntaxError, match="directive"):
+        gpu.load(HEADER + f".visible .entry k() .reqntid {text} {{ ret; }}")
 
 
 def test_many_directives_are_read_in_linear_time():
