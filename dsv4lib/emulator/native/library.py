@@ -77,10 +77,10 @@ def emit(opcode: str, shape: str) -> irtools.Handler:
     emitter = irtools.Emitter(form, shape)
     try:
         entry.implementation(emitter, form)
-    except (IndexError, ValueError) as error:  # it takes its operands apart by their number
+    except (IndexError, KeyError, ValueError) as error:  # it takes its operands apart by their number and width
         if isinstance(error, DSV4Error):
             raise
-        raise EmulatorError(f"{opcode} takes another number of operands") from error
+        raise EmulatorError(f"{opcode} takes operands of another number or form") from error
     return emitter.finish()
 
 

@@ -117,11 +117,11 @@ def _entry(source: Source, position: int, module: Module) -> int:
     try:
         kernel.params = parameters(match[2] or "")
         _directives(kernel, match[3])
+        addresses = {name: function.address for name, function in module.functions.items()}
+        body = _Body(source, kernel, Names({v.name: v.name for v in module.variables}, addresses), module)
     except OperandError as error:
         raise source.error(str(error), match.start(1), kernel=kernel.name) from None
-    addresses = {name: function.address for name, function in module.functions.items()}
-    names = Names({v.name: v.name for v in module.variables}, addresses)
-    return _Body(source, kernel, names, module).parse(match.end())
+    return body.parse(match.end())
 
 
 def _directives(kernel: Kernel, text: str) -> None:

@@ -103,6 +103,7 @@ def test_where_ptx_comes_from(tmp_path, form):
         ("a\0b", ArgumentError, "path of a file"),
         (b"\xff\xfe\x00", PtxSyntaxError, "byte 0"),
         (HEADER + ".frobnicate 3;\n", PtxSyntaxError, "unknown directive"),
+        (HEADER + ".visible .entry k(.param .u32 a, .param .u32 a) { ret; }\n", PtxSyntaxError, "declared twice"),
         (HEADER + "\0.visible .entry k() { ret; }\n", PtxSyntaxError, "unknown directive"),
         (HEADER + ".visible .entry k() { .frob x; ret; }\n", PtxSyntaxError, "declaration"),
         (SCALE.replace("sm_90", "sm_120"), LaunchError, "no architecture"),
@@ -117,7 +118,8 @@ def test_hostile_ptx(source, error, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("mov.u32 %r1, %r2, %r3;", "mov.u32 takes another number of operands"),
+        ("mov.u32 %r1, %r2, %r3;", "mov.u32 takes operands of another number or form"),
+        ("mov.b64 {%r1, %r2, %r3}, %rd1;", "mov.b64 takes operands"),
         ("ld.global.u32 %r1;", "ld.global.u32"),
         ("bar.warp.sync;", "member mask"),
         ("bar.warp.sync [%rd1];", "member mask"),
