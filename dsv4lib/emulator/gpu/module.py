@@ -83,7 +83,7 @@ def load(source: Any, *, arch: str | None = None, **settings: Any) -> Module:
         LaunchError: no architecture here runs it.
         ArgumentError: no such file, or a bad setting.
     """
-    module = parsed(read_text(source).rstrip("\0"))
+    module = parsed(read_text(source))
     return Module(module, make(architecture_for(module.target) if arch is None else arch, **settings))
 
 

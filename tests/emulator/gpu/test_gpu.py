@@ -232,6 +232,14 @@ def test_launches_that_are_refused(wrong, words):
         gpu.load(SCALE).kernel().launch(**options)
 
 
+def test_checks_of_one_launch_are_not_those_of_the_next():
+    x = np.arange(65, dtype=np.float32)
+    kernel = gpu.load(SCALE).kernel()
+    for checks, kinds in (("race", {"race_global"}), (None, set()), ("off", set()), ("race", {"race_global"})):
+        result = kernel.launch(1, 64, [x[:-1], x[1:], 1.0, 64], checks=checks)
+        assert {h.kind for h in result.hazards} == kinds
+
+
 def test_a_kernel_by_name():
     module = gpu.load(SCALE + SCALE[len(HEADER) :].replace("5scale", "6scaler"))
     assert module.kernel("scale").name == "_Z5scalePKfPffj" and module.kernel("scaler").name == "_Z6scalerPKfPffj"

@@ -35,7 +35,8 @@ def printed(report):
 def test_one_finding_for_a_pair_of_source_lines(hazards, tmp_path):
     (one,) = group(hazards)
     assert one.count == sum(h.count for h in hazards) and len(one.instructions) == len(hazards)
-    assert (one.title, one.severity, one.fix) == ("sum(float const*, float*)", "error", KINDS["race_shared"].fix)
+    assert one.title in ("sum(float const*, float*)", "_Z3sumPKfPf") and one.severity == "error"
+    assert one.fix == KINDS["race_shared"].fix + " (here: __syncthreads())"
     lines = SOURCE.splitlines()
     assert {(one.place.line, one.place.text), (one.against.line, one.against.text)} == {
         (3, lines[2].strip()),
@@ -64,7 +65,7 @@ def test_text_has_both_accesses_and_the_fix_and_no_colour_in_a_file(hazards):
         "CTA (0, 0, 0), warp",
     ):
         assert part in text
-    assert f"  fix     {KINDS['race_shared'].fix}\n" in text and "1 error, 0 lints" in text
+    assert f"  fix     {KINDS['race_shared'].fix} (here: __syncthreads())\n" in text and "1 error, 0 lints" in text
     assert "\x1b" not in text and "  reads   " in text and "  writes  " in text
 
 
@@ -92,6 +93,21 @@ def test_what_stops_a_launch_comes_first(hazards, kind):
     assert first.place.threads == "CTA (1, 0, 0), warp 2, lane 2"
     fatal = group([], HazardError("race_shared: two writes", place))
     assert fatal[0].kind == "race_shared" and fatal[0].message == "two writes"
+
+
+@pytest.mark.parametrize("kind", findings._SPELT)
+def test_a_fix_is_spelt_in_the_language_of_the_source(kind, tmp_path):
+    """The names of the DSL exist; without a source line there is the fix in terms of PTX alone."""
+    fixes = {}
+    for file in ("k.cu", "k.py", "k.ptx", ""):
+        place = Place("k", 3, "nop", f"{file}:3" if file else "")
+        (one,) = group([Hazard(kind, "seen", place)])
+        fixes[file] = one.fix
+    plain = KINDS[kind].fix
+    assert fixes["k.ptx"] == fixes[""] == plain and len({*fixes.values()}) == 3
+    cute = pytest.importorskip("cutlass.cute")
+    (name,) = re.findall(r"cute\.arch\.(\w+)", fixes["k.py"])
+    assert hasattr(cute.arch, name)
 
 
 def test_errors_come_before_lints_and_unknown_kinds_are_errors():
