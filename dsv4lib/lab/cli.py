@@ -188,9 +188,7 @@ def lint() -> None:
 RUNS_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 Target = Annotated[
     str,
-    typer.Argument(
-        help="a Python script that compiles and calls CuTeDSL kernels, then its arguments; or a .ptx, .cu or .toml file"
-    ),
+    typer.Argument(help="a Python script of CuTeDSL or cuda-python, then its arguments; or a .ptx, .cu or .toml file"),
 ]
 Given = Annotated[list[str] | None, typer.Argument(help="handed to the script as they are")]
 Arch = Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")]

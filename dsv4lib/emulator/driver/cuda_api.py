@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dsv4lib.emulator.driver import modules
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.machine.request import LaunchRequest
@@ -320,6 +321,7 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cuMemcpyDtoD": _copy,
         **{f"cuMemcpy{way}Async": _copy for way in ("HtoD", "DtoH", "DtoD")},
         **_events("cuEvent", driver.CUevent),
+        **modules.table(driver),
     }
     runtime_table = {
         "cudaGetDeviceCount": lambda: (RUNTIME.device().count,),
@@ -475,4 +477,5 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda.nvtx, "range", Scope
     yield torch.profiler, "profile", _profile
     yield from _bindings()
+    yield from modules.compilers()
     yield from _testing()

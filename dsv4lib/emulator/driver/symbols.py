@@ -294,7 +294,7 @@ def stream_wait_event(stream: int | None, event: int | None, _flags: int) -> Non
 @symbol("_cudaLaunchKernelEx", P, P, P)
 def launch_kernel_ex(settings: int, kernel: int, arguments: int) -> None:
     """Run a kernel to its end."""
-    _launch(ctypes.cast(settings, ctypes.POINTER(config.Config))[0], kernel, arguments)
+    run_kernel(ctypes.cast(settings, ctypes.POINTER(config.Config))[0], kernel, arguments)
 
 
 @symbol("_cudaLaunchKernel", P, U32, U32, U32, U32, U32, U32, P, SIZE, P)
@@ -302,10 +302,11 @@ def launch_kernel(kernel: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: 
     """Run a kernel, launched without attributes."""
     arguments, smem, stream = rest
     grid, block = config.Dimensions(gx, gy, gz), config.Dimensions(bx, by, bz)
-    _launch(config.Config(grid, block, smem, stream, None, 0), kernel, arguments)
+    run_kernel(config.Config(grid, block, smem, stream, None, 0), kernel, arguments)
 
 
-def _launch(settings: config.Config, kernel: int, arguments: int) -> None:
+def run_kernel(settings: config.Config, kernel: int, arguments: int) -> None:
+    """Run the kernel of a handle on the active device, or record it in the CUDA graph that is being captured."""
     loaded, device = RUNTIME.kernels[kernel], RUNTIME.device()
     request = config.decode(settings, loaded.module, loaded.name, arguments, device.ctas)
     config.check(request, device.arch, device.settings.sm_count, loaded.attributes.get(MAX_DYNAMIC_SMEM, 0))
