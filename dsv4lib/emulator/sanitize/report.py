@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
+from dsv4lib.emulator.gpu.names import shortened
 from dsv4lib.emulator.sanitize.findings import Finding, Site, clean
 
 FORMATS = ("text", "json", "sarif")
@@ -85,8 +86,8 @@ class Report:
 
         for one in self.launches:
             line(
-                f"{command}: {one['kernel']} grid {one['grid']} block {one['block']}: "
-                f"{one['instructions']:,} warp-instructions"
+                f"{command}: {clean(shortened(one['kernel']))}, grid {_shape(one['grid'])}, block "
+                f"{_shape(one['block'])}: {one['instructions']:,} warp-instructions"
             )
         for one in self.findings:
             for style, text in _paragraph(one):
@@ -183,6 +184,10 @@ def _uri(file: str) -> str:
     return Path(file).as_uri() if file.startswith("/") else quote(file)
 
 
+def _shape(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes)) or "scalar"
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
@@ -211,12 +216,11 @@ def _paragraph(one: Finding) -> list[tuple[str, str]]:
 
 
 def _tensor(name: str, facts: Mapping[str, Any]) -> str:
-    shape = "x".join(map(str, facts["shape"])) or "scalar"
     first = ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in facts["first"])
     numbers = [f"{key} {facts[key]:.6g}" for key in ("min", "max", "mean") if facts[key] is not None]
     numbers += [f"{facts['nan']:,} NaN"] if facts["nan"] else []
     state = "" if facts["changed"] else " unchanged"
-    return clean(f"{name} {facts['dtype']} {shape}{state}: {', '.join(numbers)}; first {first}")
+    return clean(f"{name} {facts['dtype']} {_shape(facts['shape'])}{state}: {', '.join(numbers)}; first {first}")
 
 
 def plain(values: Sequence[Any]) -> list[dict[str, Any]]:

@@ -19,6 +19,14 @@ _MAP_BYTES, _MAP_ALIGN = 128, 64
 _ELEMENTS = {name: name for name in ("f64", "f32", "f16", "bf16", "u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")}
 _ELEMENTS |= {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 _GUESSES = _ELEMENTS | {"b32": "f32"}  # of what a pointer points to: 32 bits are mostly floats
+# Of the pointers in a C++ signature.
+_CXX = {
+    "float": "f32", "double": "f64", "__half": "f16", "__nv_bfloat16": "bf16", "__nv_fp8_e4m3": "e4m3",
+    "__nv_fp8_e5m2": "e5m2", "int": "s32", "unsigned int": "u32", "long": "s64", "unsigned long": "u64",
+    "long long": "s64", "unsigned long long": "u64", "short": "s16", "unsigned short": "u16", "unsigned char": "u8",
+    "signed char": "s8", "char": "s8", "bool": "u8", "float2": "f32", "float4": "f32", "int4": "s32", "__half2": "f16",
+    "__nv_bfloat162": "bf16",
+}  # fmt: skip
 _MOVES = frozenset(("cvta", "add", "mov", "sub", "mad", "selp"))
 _GLOBAL = frozenset(("ld", "st", "red", "atom"))
 
@@ -56,14 +64,14 @@ def describe(module: Module, source: str) -> str:
 
 def _launch(kernel: Kernel, prefix: str, tensors: dict[str, str], maps: list[str]) -> list[str]:
     """The lines of a launch; adds the tensors and maps that it names."""
-    uses = uses_of(kernel)
+    uses, said = uses_of(kernel), _signature(kernel)
     rows = []
     for i, param in enumerate(kernel.params):
         name = _name(param, i, kernel)
         own = prefix + name
         note = f"{name}: .{param.type}" + (f"[{param.size}]" if param.type == "b8" and param.size > 1 else "")
         if (param.name, 0) in uses.pointers and param.size == 8:
-            tensors[own] = uses.pointers[param.name, 0]
+            tensors[own] = said.get(i, uses.pointers[param.name, 0])
             text = json.dumps(own)
         elif param.size == _MAP_BYTES and param.align >= _MAP_ALIGN:
             tensors[f"{own}_data"] = "bf16"
@@ -87,6 +95,28 @@ def _launch(kernel: Kernel, prefix: str, tensors: dict[str, str], maps: list[str
         "args = [",
     ]
     return [*head, *rows, "]", ""]
+
+
+def _signature(kernel: Kernel) -> dict[int, str]:
+    """Element types of the parameters that a C++ signature declares as pointers to a known type."""
+    title, depth, start = kernel.title, 0, len(kernel.title)
+    for i in reversed(range(len(title))):  # template arguments before the list may have parentheses, too
+        depth += (title[i] == ")") - (title[i] == "(")
+        if depth == 0:
+            start = i + 1
+            break
+    inner = title[start:].removesuffix(")")
+    depth, parts = 0, [""]
+    for char in inner:
+        depth += (char in "<([") - (char in ">)]")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if len(parts) != len(kernel.params):
+        return {}
+    names = [part.removesuffix("*").replace("const", "").strip() if part.endswith("*") else "" for part in parts]
+    return {i: _CXX[name] for i, name in enumerate(names) if name in _CXX}
 
 
 def _struct(param: Param, own: str, uses: Uses, tensors: dict[str, str]) -> str:

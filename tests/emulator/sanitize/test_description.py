@@ -173,6 +173,28 @@ MIXED = (
 )
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("_Z1kPK13__nv_bfloat16i", "bf16"),  # k(__nv_bfloat16 const*, int)
+        ("_Z1kPKhi", "u8"),
+        ("_Z1kILb1EEvPfi", "f32"),  # void k<true>(float*, int), or k<(bool)1>
+        ("_Z1kP4Tilei", "u16"),  # a type that is not known: by the store
+        ("k", "u16"),
+    ],
+)
+def test_a_skeleton_reads_the_signature(tmp_path, name, dtype):
+    text = HEADER + (
+        f".visible .entry {name}(.param .u64 a, .param .u32 n) {{ .reg .b64 %rd<4>; .reg .b16 %h<4>; "
+        "ld.param.u64 %rd1, [a]; st.global.u16 [%rd1], %h1; ret; }\n"
+    )
+    module = gpu.load(text)
+    if name != "k" and module.kernel().title == name:
+        pytest.skip("no C++ runtime library here demangles names")
+    found = read(tmp_path, skeleton.describe(module, "sum.ptx"))
+    assert [one.dtype for one in found.tensors.values()] == [dtype]
+
+
 def test_a_skeleton_knows_structs_maps_and_shapes(tmp_path):
     module = gpu.load(MIXED)
     found = read(tmp_path, skeleton.describe(module, "sum.ptx"))
