@@ -12,6 +12,7 @@ import pytest
 
 from dsv4lib import env
 from dsv4lib.lab import doctor
+from tests.emulator.sanitize import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 # What an install without extras has, as a program that hides everything else from imports.
@@ -93,6 +94,10 @@ def test_without_extras_there_is_the_emulator(installed, tmp_path):
     alone = ("-c", ALONE)
     help_text = dsv4(installed, tmp_path, "emulate", "--help", program=alone)
     assert help_text.returncode == 0 and "on an emulated GPU" in help_text.stdout, help_text.stderr
+    sanitized = dsv4(installed, tmp_path, "sanitize", str(kernels.write(tmp_path)), program=alone)
+    assert sanitized.returncode == 90 and "ERROR race_shared" in sanitized.stderr, sanitized.stderr
+    points = next(installed.glob("*.dist-info")) / "entry_points.txt"
+    assert "dsv4-sanitize = dsv4lib.lab.cli:sanitize_main" in points.read_text()
     refused = dsv4(installed, tmp_path, "generate", "hi", program=alone)
     assert (refused.returncode, refused.stdout) == (2, "") and "pip install 'dsv4lab[lab]'" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
