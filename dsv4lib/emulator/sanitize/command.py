@@ -97,7 +97,8 @@ def _described(wish: Wish, suffix: str) -> int:
         ptx = text_of(source, arch or wanted.arch, wanted.options)
         outcome = launching.run(wanted, ptx, arch, wish.save, **wish.settings)
     except (EmulatorError, BackendUnavailable, nvrtc.CompileError) as error:
-        print(f"{wish.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        refused = Report(wish.target, [], REFUSED, refusal=f"{type(error).__name__}: {error}")
+        refused.write(wish.form, wish.output, wish.command)
         return REFUSED
     code = FAILED if outcome.stopped else HAZARD if errors(outcome.hazards) else WRONG if outcome.wrong else 0
     report = Report(

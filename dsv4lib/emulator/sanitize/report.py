@@ -34,6 +34,7 @@ class Report:
         ptx: path of the PTX for places without line info, "" if there is none.
         launches, tensors, wrong: of a description: what ran, summaries, what is not as expected (plain data).
         arch, checks: what it ran with.
+        refusal: why the target could not be run, "" if it could.
     """
 
     target: str
@@ -45,6 +46,7 @@ class Report:
     launches: list[dict[str, Any]] = field(default_factory=list)
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refusal: str = ""
 
     @property
     def errors(self) -> int:
@@ -69,7 +71,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return plain data: findings and what ran."""
         facts = {"target": self.target, "arch": self.arch, "checks": self.checks, "exit_code": self.exit_code}
-        found = {"findings": [one.as_dict() for one in self.findings]}
+        found = {"refusal": self.refusal, "findings": [one.as_dict() for one in self.findings]}
         return {"format": 1, **facts, **found, "launches": self.launches, "tensors": self.tensors, "wrong": self.wrong}
 
     # --- text -------------------------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ class Report:
         def line(*parts: str, style: str = "") -> None:
             console.print(Text("".join(parts), style=_STYLES.get(style, "")))
 
+        if self.refusal:
+            line(f"{command}: {clean(self.refusal)}", style="error")
         for one in self.launches:
             line(
                 f"{command}: {clean(shortened(one['kernel']))}, grid {_shape(one['grid'])}, block "
@@ -122,7 +126,10 @@ class Report:
             }
             for kind in kinds
         ]
-        invocation = {"executionSuccessful": True, "exitCode": self.exit_code, "arguments": [self.target]}
+        invocation: dict[str, Any] = {"executionSuccessful": not self.refusal, "exitCode": self.exit_code}
+        invocation["arguments"] = [self.target]
+        if self.refusal:
+            invocation["toolExecutionNotifications"] = [{"level": "error", "message": {"text": self.refusal}}]
         driver = {"name": "dsv4-sanitize", "rules": rules, "informationUri": "https://docs.nvidia.com/cuda/ptx"}
         results = [self._result(one, kinds.index(one.kind)) for one in self.findings]
         results += [self._unexpected(name, facts) for name, facts in self.wrong.items()]

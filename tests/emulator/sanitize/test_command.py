@@ -118,6 +118,16 @@ def test_ptx_that_cannot_run_is_told_apart_from_what_is_wrong_with_it(tmp_path, 
     assert command.run(wish(path)) == 92
     said = capfd.readouterr().err
     assert said.startswith("dsv4 sanitize: ") and words in said
+    for form in ("sarif", "json"):
+        assert command.run(wish(path, form=form)) == 92
+        log = json.loads(capfd.readouterr().out)
+        if form == "json":
+            assert words in log["refusal"] and log["findings"] == []
+            continue
+        check_sarif(log)
+        (invocation,) = log["runs"][0]["invocations"]
+        assert not invocation["executionSuccessful"] and log["runs"][0]["results"] == []
+        assert words in invocation["toolExecutionNotifications"][0]["message"]["text"]
 
 
 @pytest.mark.parametrize(
