@@ -8,6 +8,7 @@ gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(...
 with emulator.devices(2) as gpus: ...                # several, with memory that all share, see driver/devices.py
 emulator.launch(compiled, a, b)                      # one call, nothing patched
 emulator.emulate("script.py", ["--its", "args"])     # any script, in a fresh process
+emulator.gpu.load("kernel.ptx")                      # PTX alone, launched on numpy arrays, see gpu/
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ _PUBLIC = {
     "emulate": "driver.script",
     "launch": "driver.host",
 }
-__all__ = list(_PUBLIC)
+__all__ = [*_PUBLIC, "gpu"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    if name == "gpu":
+        return importlib.import_module(f"{__name__}.gpu")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

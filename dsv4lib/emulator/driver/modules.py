@@ -1,7 +1,7 @@
 """Load and launch PTX through the driver API of cuda.bindings: modules, libraries, kernels, contexts.
 
 What a program hands over is PTX, or a cubin that NVRTC has made under our eyes; kernels run as generated host code's do
-(`symbols.run_kernel`). A refusal is raised, not returned: a status that nobody looks at would pass for a launch.
+(`symbols.run_kernel`). A refusal is raised, not returned: a status that a script ignores would pass for a launch.
 """
 
 from __future__ import annotations

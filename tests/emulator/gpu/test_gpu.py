@@ -72,7 +72,7 @@ def test_the_example_of_the_readme(tmp_path, monkeypatch):
 
 
 def test_neither_torch_nor_the_dsl_is_imported():
-    code = f"import sys; from dsv4lib.emulator import gpu; gpu.load({SCALE!r})"
+    code = f"import sys; from dsv4lib import emulator; emulator.gpu.load({SCALE!r})"
     code += "; print('torch' in sys.modules, 'cutlass' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
