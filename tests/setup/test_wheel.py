@@ -8,7 +8,6 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dsv4lib import env
@@ -33,17 +32,6 @@ sys.argv = ["dsv4", *sys.argv[1:]]
 runpy.run_module("dsv4lib.lab.cli", run_name="__main__")
 """
 MADE = ("data/runs/a/record.json", "data/.hidden/a", "stages/__pycache__/a.pyc")  # of a clone that was used
-PTX = """.version 8.7
-.target sm_100a
-.address_size 64
-.visible .entry lanes(.param .u64 y)
-{
-.reg .b32 %r<2>; .reg .b64 %rd<4>;
-ld.param.u64 %rd1, [y]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd3, %rd1, %rd2;
-st.global.u32 [%rd3], %r1;
-ret;
-}
-"""
 
 
 @pytest.fixture(scope="module")
