@@ -46,8 +46,8 @@ def _scale_columns() -> Patch:
 
     before = Mma._scales
 
-    def rounded(self: Mma, address: int, *args: object, **options: object) -> np.ndarray:
-        return before(self, address & ~3, *args, **options)
+    def rounded(self: Mma, cta: object, address: int, *args: object, **options: object) -> np.ndarray:
+        return before(self, cta, address & ~3, *args, **options)
 
     return mock.patch.object(Mma, "_scales", rounded)
 
@@ -62,6 +62,14 @@ def _groups() -> Patch:
         return before(np.concatenate([a[: len(a) // groups]] * groups), b, groups, *rest)
 
     return mock.patch.object(tcgen05_core, "_grouped_sums", first)
+
+
+def _metadata() -> Patch:
+    """Sparse A: the chunks of a row are in the opposite order."""
+    from dsv4lib.emulator.units import tcgen05_sparse
+
+    before = tcgen05_sparse.codes_of
+    return mock.patch.object(tcgen05_sparse, "codes_of", lambda op, cta: before(op, cta)[:, ::-1].copy())
 
 
 @contextlib.contextmanager
@@ -95,6 +103,7 @@ RULES: dict[str, Callable[[], Patch]] = {
     "nibbles": _nibbles,
     "scale_columns": _scale_columns,
     "groups": _groups,
+    "metadata": _metadata,
     "base_offset": _base_offset,
     "truncated_sums": _truncated,
 }

@@ -99,11 +99,12 @@ def _wgmma(types: tuple[str, str, str], n: int, swizzle: str, style: str = "smal
     tail += (", 0" if rs else ", 0, 0") if bits == 16 else ""
     count = n // (4 if d == "f16" else 2)
     source = _names(48, 4) if rs else "%rd10"
+    opcode = f"wgmma.mma_async.sync.aligned.m64n{n}k{256 // bits}.{d}.{a}.{b}"
     lines = [
         f"add.s64 %rd10, %rd9, {constant}",
         f"add.s64 %rd11, %rd9, {constant + (8192 >> 4)}",
         "wgmma.fence.sync.aligned",
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{256 // bits}.{d}.{a}.{b} {_names(0, count)}, {source}, %rd11, %p5{tail}",
+        f"{opcode} {_names(0, count)}, {source}, %rd11, %p5{tail}",
         "wgmma.commit_group.sync.aligned",
         "wgmma.wait_group.sync.aligned 0",
     ]

@@ -31,6 +31,7 @@ from dsv4lib.lab.run.files import write_atomic
 FAILED = "failed"  # of a command: it ended with another exit code than 0
 STARTS = 2  # of a probe or command without a result
 POLL_S = 0.05
+WORKER_S = 90.0  # until a worker has started its first probe
 TAIL = 2000  # characters of a command's output
 FILE_BYTES = 8 << 20
 OUTPUTS, FILES = "probes", "commands"
@@ -76,26 +77,30 @@ class Runner:
         return found if found is not None and found.get("code") == self._known[name].digest else None
 
     def _probes(self, step: Step) -> str:
-        folder, limit = self.folder / OUTPUTS, self.limit_s or step.limit_s
+        limit = self.limit_s or step.limit_s
         left = [name for name in step.probes if self.result(name) is None]
         kept = len(step.probes) - len(left)
         for name in left:
-            mark = worker.started(folder, name)
-            if mark.exists() and int(mark.read_text()) >= STARTS:
+            if self._starts(name) >= STARTS:
                 self._ended(name, CRASHED, f"{STARTS} runs ended while it ran")
         while left := [name for name in left if self.result(name) is None]:
+            before = {name: self._starts(name) for name in left}
             status, detail = self._work(left, limit)
             running = next((name for name in left if self.result(name) is None), None)
             if running is None:
                 break
-            if status != RAN or not self._progress(left):
-                self._ended(running, CRASHED if status == RAN else status, detail)
+            if status != RAN:
+                if self._starts(running) == before[running]:
+                    last = detail.splitlines()[-1:] or ["no word of it"]
+                    return f"the worker did not start ({last[0]}): nothing of it has a result, call again"
+                self._ended(running, status, detail)
         seen = [self.result(name)["status"] for name in step.probes]
         counts = ", ".join(f"{seen.count(one)} {one}" for one in dict.fromkeys(seen))
         return f"{counts}{f', {kept} of them before' if kept else ''}"
 
-    def _progress(self, left: list[str]) -> bool:
-        return any(self.result(name) is not None for name in left)
+    def _starts(self, name: str) -> int:
+        """How often a probe was started without a result."""
+        return worker.starts(worker.started(self.folder / OUTPUTS, name), self._known[name].digest)
 
     def _ended(self, name: str, status: str, detail: str) -> None:
         found = worker.result(self._known[name], status, detail=scrub(detail, env.root()))
@@ -105,19 +110,21 @@ class Runner:
         """Run a worker until it ends or a probe takes too long. What became of it, and its last words."""
         command = [sys.executable, "-m", "dsv4lib.lab.day_one.worker", str(self.folder / OUTPUTS), *names]
         with tempfile.TemporaryFile() as said, _started(command, said, self._environment()) as process:
-            done, deadline = -1, time.monotonic() + limit
+            first = {name: self._starts(name) for name in names}
+            seen, deadline = 0, time.monotonic() + WORKER_S
             while process.poll() is None:
-                now = sum(self.result(name) is not None for name in names)
-                if now != done:
-                    done, deadline = now, time.monotonic() + limit
+                now = sum(self._starts(name) > first[name] for name in names)
+                if now != seen:
+                    seen, deadline = now, time.monotonic() + limit
                 if time.monotonic() > deadline:
-                    return HUNG, f"killed after {limit:g} s without a result"
+                    return HUNG, f"killed after {limit if seen else WORKER_S:g} s without a result"
                 time.sleep(POLL_S)
             said.seek(0)
             text = said.read().decode(errors="replace").strip()[-TAIL:]
             if process.returncode < 0:
                 return CRASHED, f"ended by {signal.Signals(-process.returncode).name}"
-            return (RAN, text) if process.returncode == 0 else (CRASHED, text)
+            undone = all(self.result(name) is None for name in names)
+            return (CRASHED, text) if process.returncode or undone else (RAN, text)
 
     def _environment(self) -> dict[str, str]:
         paths = os.pathsep.join(filter(None, [str(env.package().parent), os.environ.get("PYTHONPATH", "")]))
@@ -135,11 +142,11 @@ class Runner:
             return f"{found['status']} before"
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / "started"
-        before = int(mark.read_text()) if mark.exists() else 0
+        before = worker.starts(mark, code)
         if before >= STARTS:
             status, detail, seconds = CRASHED, f"{STARTS} runs ended while it ran", 0.0
         else:
-            write_atomic(mark, str(before + 1).encode())
+            worker.start(mark, code)
             start = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="dsv4-day-one-") as out:
                 status, detail = self._call(step, out)

@@ -6,9 +6,11 @@ CUDA context is not to be trusted. The runner starts another for the rest. Its e
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ from dsv4lib.lab.day_one.probe import Probe, digest
 from dsv4lib.lab.run.files import write_atomic
 
 RAN, REFUSED, CRASHED, HUNG = "ran", "refused", "crashed", "hung"
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 FAKE = "DSV4_DAY_ONE_FAKE"  # JSON list of differences; unset: the GPU
 
 
@@ -60,26 +63,40 @@ def started(folder: Path, name: str) -> Path:
     return folder / f"{name}.started"
 
 
+def starts(mark: Path, code: str) -> int:
+    """How often something of this code was started."""
+    try:
+        before, count = mark.read_text().split()
+        return int(count) if before == code else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def start(mark: Path, code: str) -> None:
+    """Count one more start."""
+    write_atomic(mark, f"{code} {starts(mark, code) + 1}".encode())
+
+
 def run(folder: Path, names: list[str], device: Driver) -> None:
     """Run probes until one fails."""
     known = {probe.name: probe for probe in forms.probes()}
     device.open()
     for name in names:
-        probe, mark = known[name], started(folder, name)
-        before = int(mark.read_text()) if mark.exists() else 0
-        write_atomic(mark, str(before + 1).encode())
-        start = time.monotonic()
+        probe = known[name]
+        start(started(folder, name), probe.digest)
+        begin = time.monotonic()
         try:
             out = device.run(probe)
         except GpuError as error:
-            write(folder, result(probe, REFUSED, detail=str(error), seconds=time.monotonic() - start))
+            write(folder, result(probe, REFUSED, detail=str(error), seconds=time.monotonic() - begin))
             return
         write_atomic(folder / f"{name}.npz", packed(probe, out))
-        write(folder, result(probe, RAN, seconds=time.monotonic() - start, out=digest(out)))
+        write(folder, result(probe, RAN, seconds=time.monotonic() - begin, out=digest(out)))
 
 
 def main() -> None:
     """Command line, for `runner`."""
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # a worker never outlives its runner
     wanted = os.environ.get(FAKE)
     if wanted is None:
         device = Driver()
