@@ -454,7 +454,7 @@ def day_one(
     """
     from dsv4lib.lab.day_one import command
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     wish = command.Wish(
         only=only or [],
         arch=arch,

@@ -19,7 +19,7 @@ from dsv4lib.lab.day_one import differences, forms, gpu, plan, reading, runner
 from dsv4lib.lab.verdicts import NO_GPU
 
 ARCHIVE = "day_one.tar.gz"
-SHOWN = 40  # lines of what differs
+SHOWN = 4  # lines of a form and verdict
 
 
 class MissingGpu(DSV4Error):
@@ -161,19 +161,24 @@ def _summary(compared: list[reading.Compared]) -> Table:
 
 
 def _details(compared: list[reading.Compared], console: Console) -> None:
-    lines = []
-    for one in compared:
-        if one.verdict in (reading.SAME, reading.MISSING):
-            continue
-        text = f"{one.verdict}: {one.name} ({one.form})"
-        if one.words:
-            far = f", at most {one.max_ulp} ulp" if one.max_ulp >= 0 else ""
-            text += f": {one.words} words{far}, first {one.first}: {one.got}, emulator {one.want}"
-        lines.append(text + (f": {one.detail.splitlines()[-1]}" if one.detail.strip() else ""))
-    for line in lines[:SHOWN]:
-        console.print(escape(line), soft_wrap=True)
-    if len(lines) > SHOWN:
-        console.print(f"... and {len(lines) - SHOWN} more")
+    """Print the first lines of each form and verdict, meaning before rounding."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for one in sorted(compared, key=lambda one: -reading.VERDICTS.index(one.verdict)):
+        if one.verdict not in (reading.SAME, reading.MISSING):
+            said.setdefault((one.verdict, one.form), []).append(_line(one))
+    for lines in said.values():
+        for line in lines[:SHOWN]:
+            console.print(escape(line), soft_wrap=True)
+        if len(lines) > SHOWN:
+            console.print(f"    and {len(lines) - SHOWN} more of this form", soft_wrap=True)
+
+
+def _line(one: reading.Compared) -> str:
+    text = f"{one.verdict}: {one.name} ({one.form})"
+    if one.words:
+        far = f", at most {one.max_ulp} ulp" if one.verdict == reading.ROUNDS and one.max_ulp >= 0 else ""
+        text += f": {one.words} words{far}, first {one.first}: {one.got}, emulator {one.want}"
+    return text + (f": {one.detail.splitlines()[-1]}" if one.detail.strip() else "")
 
 
 def _commands(archive: archives.Archive, console: Console) -> int:

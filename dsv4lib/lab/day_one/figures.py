@@ -70,4 +70,5 @@ def _map(axes: object, one: Compared) -> None:
     name = one.name if len(one.name) <= 30 else one.name[:28] + "..."
     axes.set_title(name, fontsize=7)
     axes.tick_params(labelsize=6)
-    axes.set_xlabel(f"{one.words} words differ", fontsize=6)
+    axes.set_xlabel(f"word ({one.words} differ)", fontsize=6)
+    axes.set_ylabel("row", fontsize=6)

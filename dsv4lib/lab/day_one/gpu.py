@@ -36,6 +36,11 @@ class Gpu:
         return ARCHITECTURES.get(self.capability)
 
 
+def load() -> Any:
+    """Load the driver's library."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
 class Driver:
     """The few calls that are needed, each checked.
 
@@ -45,7 +50,7 @@ class Driver:
 
     def __init__(self) -> None:
         try:
-            self.library: Any = ctypes.CDLL("libcuda.so.1")
+            self.library: Any = load()
         except OSError as error:
             raise GpuError("no NVIDIA driver (libcuda.so.1)") from error
         self.device = ctypes.c_int()
