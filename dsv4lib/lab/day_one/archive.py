@@ -1,8 +1,8 @@
 """Pack results into one file, and read one with suspicion.
 
 A ``.tar.gz`` with ``manifest.json``, ``probes/NAME.json``, ``probes/NAME.npz`` and ``commands/STEP/FILE``. It names no
-host, user or path. It is read in memory, member by member: regular files of known names and sizes only, no pickle, and
-nothing is unpacked to disk.
+host, user or path. It is read in memory, member by member: regular files of known names and sizes only, arrays of
+bytes only, and nothing is unpacked to disk.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def _commands(archive: archives.Archive, console: Console) -> int:
         found = archives.parsed(f"{step}/result.json", files.get("result.json", b"{}"))
         status, detail = str(found.get("status", "damaged")), str(found.get("detail", ""))
         if status != runner.RAN:
-            failed += 1
+            failed += status != runner.ABSENT
             last = detail.strip().splitlines()[-1:] or [""]
             console.print(escape(f"{step}: {status} {last[0]}"), soft_wrap=True)
     if rows := reading.times(archive):

@@ -1,7 +1,7 @@
 """Read the list of instruction forms that no GPU of ours has confirmed, data/emulator/unconfirmed.csv.
 
-A form is a question with one or more instruction variants. Each has micro-kernels, or says why it has none. What the
-emulator implements and the list must name is told by `unconfirmed`.
+A form is a question with one or more instruction variants. Each has micro-kernels, or says why it has none.
+`unconfirmed` finds what the emulator implements and the list must therefore name.
 """
 
 from __future__ import annotations

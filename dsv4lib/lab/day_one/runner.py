@@ -29,6 +29,8 @@ from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
 
 FAILED = "failed"  # of a command: it ended with another exit code than 0
+ABSENT = "absent"  # of a command: there is nothing for it to do here, as it says itself
+ABSENT_CODES = (20, 21)  # everything was skipped or nothing timed; no Nsight Compute
 STARTS = 2  # of a probe or command without a result
 POLL_S = 0.05
 WORKER_S = 90.0  # until a worker has started its first probe
@@ -173,6 +175,8 @@ class Runner:
             text = said.read().decode(errors="replace").strip()[-TAIL:]
             if code < 0:
                 return CRASHED, f"ended by {signal.Signals(-code).name}: {text}"
+            if code in ABSENT_CODES:
+                return ABSENT, text
             return (RAN, text) if code == 0 else (FAILED, f"exit code {code}: {text}")
 
     def _keep(self, out: Path, folder: Path) -> None:

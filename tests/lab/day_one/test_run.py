@@ -205,6 +205,7 @@ ROWS = (
 COMMANDS = {
     "ran": f"import pathlib, sys; pathlib.Path(sys.argv[1], 'rows.csv').write_text({ROWS!r})",
     "failed": "import sys; print('no such op'); sys.exit(3)",
+    "absent": "import sys; print('no ncu on the path'); sys.exit(21)",
     "crashed": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
     "hung": "import time; time.sleep(600)",
 }
@@ -229,6 +230,14 @@ def test_commands_with_their_tables_and_failures(tmp_path: Path) -> None:
     lines: list[str] = []
     dataclasses.replace(running, tell=lines.append).run(steps)
     assert all("before" in line for line in lines)
+
+
+def test_a_command_with_nothing_to_do_is_shown_and_no_failure(tmp_path: Path) -> None:
+    step = Step("counters", "command", "", 1.0, 60.0, command=(sys.executable, "-c", COMMANDS["absent"]))
+    runner.Runner(tmp_path, tell=lambda line: None).run([step])
+    archive.pack(tmp_path, {"arch": "sm_100a", "probes": []}, tmp_path / "day_one.tar.gz")
+    code, said = dsv4(f"--read={tmp_path / 'day_one.tar.gz'}")
+    assert code == 0 and "counters: absent no ncu" in said
 
 
 def test_what_a_command_says_is_scrubbed(tmp_path: Path) -> None:
