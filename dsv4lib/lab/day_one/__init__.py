@@ -1,0 +1,13 @@
+"""Run every question that no GPU of ours has answered on one that can, and read what comes back.
+
+`./dsv4 day-one` makes one archive on a machine with a GPU, `./dsv4 day-one --read ARCHIVE` compares it anywhere.
+
+    forms.py      the questions, data/emulator/unconfirmed.csv
+    probe.py      a micro-kernel: raw PTX, inputs from a seed, bytes out
+    tensor_probes.py, copy_probes.py, hopper_probes.py   the micro-kernels of SM100 and SM90
+    plan.py       steps with their estimated seconds
+    worker.py     one step in a process of its own, on the GPU (gpu.py), or on a fake one (differences.py)
+    runner.py     all steps, each with a time limit; a file a step, so that a run can go on
+    archive.py    one file to send back, read with suspicion
+    reading.py    what differs from the emulator; figures.py draws it
+"""

@@ -1,0 +1,121 @@
+"""List the steps of a day one: micro-kernels by form, every stage natively, every op's times, the GPU's counters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.lab.day_one import forms
+
+# Estimates for a machine with a GPU: a process with its context, a probe in it, a stage, an op's rows.
+PROCESS_S, PROBE_S, STAGE_S, OP_S, COUNTERS_S = 2.0, 0.15, 12.0, 8.0, 60.0
+PROBE_LIMIT_S, STAGE_LIMIT_S, OP_LIMIT_S, COUNTERS_LIMIT_S = 30.0, 180.0, 120.0, 300.0
+OUT = "{out}"  # in a command: the step's own folder
+SETS = {"sm_100a": "b200", "sm_90a": "quick"}  # set of parameters that stages of this architecture run with
+# Files that a command leaves in its folder and that are sent back.
+KEPT = ("rows.csv", "runs.csv", "counters.csv")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name: unique. kind: "probes" or "command".
+        about: in words. seconds: estimated. limit_s: of one probe or of the command.
+        probes: names, of a step of probes. command: argument vector, where `OUT` stands for a folder.
+        skipped: why it has nothing to run, "" if it has.
+    """
+
+    name: str
+    kind: str
+    about: str
+    seconds: float
+    limit_s: float
+    probes: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    skipped: str = ""
+
+
+def steps(arch: str, only: Iterable[str] = ()) -> list[Step]:
+    """Make the plan for a GPU.
+
+    Args:
+        arch: "sm_100a" (B200) or "sm_90a" (H100, H200). only: patterns of names of steps or probes; none: everything.
+
+    Raises:
+        ArgumentError: another architecture, or a pattern that nothing matches.
+    """
+    if arch not in SETS:
+        raise ArgumentError("arch", arch, ", ".join(SETS))
+    found = [*_probes(arch), *_stages(arch), *_times(), _counters()]
+    return chosen(found, list(only))
+
+
+def chosen(found: list[Step], only: list[str]) -> list[Step]:
+    """Steps, and parts of steps of probes, whose names match a pattern."""
+    if not only:
+        return found
+    kept, used = [], set()
+    for step in found:
+        whole = {pattern for pattern in only if fnmatchcase(step.name, pattern)}
+        parts = {name: {p for p in only if fnmatchcase(name, p)} for name in step.probes}
+        used |= whole.union(*parts.values())
+        some = tuple(name for name in step.probes if parts[name])
+        if whole:
+            kept.append(step)
+        elif some:
+            kept.append(of_probes(step.name, step.about, some))
+    if missing := [pattern for pattern in only if pattern not in used]:
+        raise ArgumentError("only", missing[0], "a pattern of names of steps or probes; --plan lists them")
+    return kept
+
+
+def of_probes(name: str, about: str, probes: tuple[str, ...]) -> Step:
+    """A step of probes."""
+    return Step(name, "probes", about, PROCESS_S + PROBE_S * len(probes), PROBE_LIMIT_S, probes=probes)
+
+
+def _probes(arch: str) -> list[Step]:
+    every, found = list(forms.probes()), []
+    for form in forms.forms():
+        mine = tuple(probe.name for probe in forms.of_form(form.name, every) if probe.arch == arch)
+        if mine:
+            found.append(of_probes(f"form.{form.name}", form.question, mine))
+        elif form.arch == arch or form.instead:
+            reason = form.instead or "no micro-kernel"
+            found.append(Step(f"form.{form.name}", "probes", form.question, 0.0, 0.0, skipped=reason))
+    return found
+
+
+def _stages(arch: str) -> list[Step]:
+    from dsv4lib.lab import stage
+
+    found = []
+    for one in sorted(stage.discover(), key=lambda spec: spec.notebook):
+        if not one.kernel or one.arch != arch:
+            continue
+        options = (f"--stage={one.name}", f"--set={SETS[arch]}", "--backend=native", f"--out={OUT}")
+        command = (sys.executable, "-m", "dsv4lib.lab.cli", "run", *options)
+        found.append(Step(f"stage.{one.name}", "command", one.title, STAGE_S, STAGE_LIMIT_S, command=command))
+    return found
+
+
+def _times() -> list[Step]:
+    from dsv4lib.bench.ops import modules
+
+    found = []
+    for op in sorted(modules.known()):
+        command = (sys.executable, "-m", "dsv4lib.bench.ops.harness", f"--only={op}", f"--record={OUT}")
+        about = f"times of {op} on this GPU, beside floors"
+        found.append(Step(f"time.{op}", "command", about, OP_S, OP_LIMIT_S, command=command))
+    return found
+
+
+def _counters() -> Step:
+    command = (sys.executable, "-m", "dsv4lib.bench.ops.counters", f"--record={OUT}")
+    about = "bytes, issue slots and stalls of ours, by Nsight Compute"
+    return Step("counters", "command", about, COUNTERS_S, COUNTERS_LIMIT_S, command=command)

@@ -1,0 +1,226 @@
+"""Run the steps of a plan, each in processes of its own with a time limit, a file a result, so that a run can go on.
+
+A crash or a hang ends one probe or one command, never the rest. What has a result of the same code is not run again;
+what was started in two runs and has none is taken to have ended them (a GPU or a machine can go down with a kernel).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsv4lib import env
+from dsv4lib.lab.day_one import forms, plan, worker
+from dsv4lib.lab.day_one.plan import Step
+from dsv4lib.lab.day_one.worker import CRASHED, HUNG, RAN
+from dsv4lib.lab.report.scrub import scrub
+from dsv4lib.lab.run.files import write_atomic
+
+FAILED = "failed"  # of a command: it ended with another exit code than 0
+ABSENT = "absent"  # of a command: there is nothing for it to do here, as it says itself
+ABSENT_CODES = (20, 21)  # everything was skipped or nothing timed; no Nsight Compute
+STARTS = 2  # of a probe or command without a result
+POLL_S = 0.05
+WORKER_S = 90.0  # until a worker has started its first probe
+TAIL = 2000  # characters of a command's output
+FILE_BYTES = 8 << 20
+OUTPUTS, FILES = "probes", "commands"
+
+
+@dataclass
+class Runner:
+    """Where and how to run.
+
+    Attributes:
+        folder: of the results. fake: differences of the fake device, None: the GPU.
+        tell: is called with a line for each step. limit_s: of a probe, instead of the step's.
+    """
+
+    folder: Path
+    fake: list[str] | None = None
+    tell: Callable[[str], None] = print
+    limit_s: float | None = None
+    _known: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (OUTPUTS, FILES):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self._known = {probe.name: probe for probe in forms.probes()}
+
+    def run(self, steps: list[Step]) -> None:
+        """Run all steps in order."""
+        for number, step in enumerate(steps, 1):
+            start = time.monotonic()
+            if step.skipped or (step.kind == "command" and self.fake is not None):
+                said = f"skipped: {step.skipped or 'it needs a GPU'}"
+            elif step.kind == "probes":
+                said = self._probes(step)
+            else:
+                said = self._command(step)
+            self.tell(f"[{number}/{len(steps)}] {step.name}: {said} ({time.monotonic() - start:.1f} s)")
+
+    # --- probes -----------------------------------------------------------------------------------------------------
+
+    def result(self, name: str) -> dict[str, Any] | None:
+        """The result of a probe, None if it has none for this code."""
+        found = _read(self.folder / OUTPUTS / f"{name}.json")
+        return found if found is not None and found.get("code") == self._known[name].digest else None
+
+    def _probes(self, step: Step) -> str:
+        limit = self.limit_s or step.limit_s
+        left = [name for name in step.probes if self.result(name) is None]
+        kept = len(step.probes) - len(left)
+        for name in left:
+            if self._starts(name) >= STARTS:
+                self._ended(name, CRASHED, f"{STARTS} runs ended while it ran")
+        while left := [name for name in left if self.result(name) is None]:
+            before = {name: self._starts(name) for name in left}
+            status, detail = self._work(left, limit)
+            running = next((name for name in left if self.result(name) is None), None)
+            if running is None:
+                break
+            if status != RAN:
+                if self._starts(running) == before[running]:
+                    last = detail.splitlines()[-1:] or ["no word of it"]
+                    return f"the worker did not start ({last[0]}): nothing of it has a result, call again"
+                self._ended(running, status, detail)
+        seen = [self.result(name)["status"] for name in step.probes]
+        counts = ", ".join(f"{seen.count(one)} {one}" for one in dict.fromkeys(seen))
+        return f"{counts}{f', {kept} of them before' if kept else ''}"
+
+    def _starts(self, name: str) -> int:
+        """How often a probe was started without a result."""
+        return worker.starts(worker.started(self.folder / OUTPUTS, name), self._known[name].digest)
+
+    def _ended(self, name: str, status: str, detail: str) -> None:
+        found = worker.result(self._known[name], status, detail=scrub(detail, env.root()))
+        worker.write(self.folder / OUTPUTS, found)
+
+    def _work(self, names: list[str], limit: float) -> tuple[str, str]:
+        """Run a worker until it ends or a probe takes too long. What became of it, and its last words."""
+        command = [sys.executable, "-m", "dsv4lib.lab.day_one.worker", str(self.folder / OUTPUTS), *names]
+        with tempfile.TemporaryFile() as said, _started(command, said, self._environment()) as process:
+            first = {name: self._starts(name) for name in names}
+            seen, deadline = 0, time.monotonic() + WORKER_S
+            while process.poll() is None:
+                now = sum(self._starts(name) > first[name] for name in names)
+                if now != seen:
+                    seen, deadline = now, time.monotonic() + limit
+                if time.monotonic() > deadline:
+                    return HUNG, f"killed after {limit if seen else WORKER_S:g} s without a result"
+                time.sleep(POLL_S)
+            said.seek(0)
+            text = said.read().decode(errors="replace").strip()[-TAIL:]
+            if process.returncode < 0:
+                return CRASHED, f"ended by {signal.Signals(-process.returncode).name}"
+            undone = all(self.result(name) is None for name in names)
+            return (CRASHED, text) if process.returncode or undone else (RAN, text)
+
+    def _environment(self) -> dict[str, str]:
+        paths = os.pathsep.join(filter(None, [str(env.package().parent), os.environ.get("PYTHONPATH", "")]))
+        found = {name: value for name, value in os.environ.items() if name != worker.FAKE}
+        fake = {} if self.fake is None else {worker.FAKE: json.dumps(self.fake)}
+        return {**found, "PYTHONPATH": paths, **fake}
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _command(self, step: Step) -> str:
+        folder = self.folder / FILES / step.name
+        path, code = folder / "result.json", _code(step)
+        found = _read(path)
+        if found is not None and found.get("code") == code:
+            return f"{found['status']} before"
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = folder / "started"
+        before = worker.starts(mark, code)
+        if before >= STARTS:
+            status, detail, seconds = CRASHED, f"{STARTS} runs ended while it ran", 0.0
+        else:
+            worker.start(mark, code)
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="dsv4-day-one-") as out:
+                status, detail = self._call(step, out)
+                seconds = time.monotonic() - start
+                self._keep(Path(out), folder)
+        found = {
+            "name": step.name,
+            "status": status,
+            "detail": scrub(detail, env.root()),
+            "seconds": round(seconds, 2),
+            "code": code,
+        }
+        write_atomic(path, json.dumps(found, indent=1).encode())
+        return status
+
+    def _call(self, step: Step, out: str) -> tuple[str, str]:
+        command = [part.replace(plan.OUT, out) for part in step.command]
+        with tempfile.TemporaryFile() as said, _started(command, said, self._environment()) as process:
+            try:
+                code = process.wait(step.limit_s)
+            except subprocess.TimeoutExpired:
+                return HUNG, f"killed after {step.limit_s:g} s"
+            said.seek(0)
+            text = said.read().decode(errors="replace").strip()[-TAIL:]
+            if code < 0:
+                return CRASHED, f"ended by {signal.Signals(-code).name}: {text}"
+            if code in ABSENT_CODES:
+                return ABSENT, text
+            return (RAN, text) if code == 0 else (FAILED, f"exit code {code}: {text}")
+
+    def _keep(self, out: Path, folder: Path) -> None:
+        """Keep the tables that a command wrote, and the records of a stage as JSON, without private detail."""
+        for name in plan.KEPT:
+            path = out / name
+            if path.is_file() and path.stat().st_size <= FILE_BYTES:
+                write_atomic(folder / name, scrub(path.read_text(errors="replace"), env.root()).encode())
+        if any(out.glob("*/records/*.parquet")):
+            from dsv4lib.lab import records
+
+            fields = ("stage", "set", "backend", "verdict", "reason", "metrics", "seconds", "cpu_s")
+            found = [{name: getattr(one, name) for name in fields} for one in records.load(out)]
+            text = scrub(json.dumps(found, indent=1, default=str), env.root())
+            write_atomic(folder / "records.json", text.encode())
+
+
+def _code(step: Step) -> str:
+    text = json.dumps([step.command[1:], env.source_fingerprint()])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else None
+    return None
+
+
+@contextlib.contextmanager
+def _started(command: list[str], said: Any, environment: dict[str, str]) -> Iterator[subprocess.Popen]:
+    """A process in a session of its own; whatever happens, it and its children end with the block."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def fresh(folder: Path) -> None:
+    """Forget earlier results."""
+    for name in (OUTPUTS, FILES):
+        shutil.rmtree(folder / name, ignore_errors=True)

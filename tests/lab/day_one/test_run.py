@@ -1,0 +1,301 @@
+"""Whole runs on a fake device: what fails is said and ends nothing else, and a killed run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dsv4lib import env
+from dsv4lib.errors import ArgumentError
+from dsv4lib.lab import cli
+from dsv4lib.lab.day_one import archive, differences, forms, gpu, plan, reading, runner, worker
+from dsv4lib.lab.day_one.plan import Step
+
+PATH = str(env.package().parent)
+
+
+def dsv4(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of `./dsv4 day-one`; a DSV4Error's code as `main` would give it."""
+    done = CliRunner().invoke(cli.app, ["day-one", *arguments], env={"COLUMNS": "200"})
+    code = getattr(done.exception, "exit_code", done.exit_code) if done.exception else done.exit_code
+    if done.exception and not isinstance(done.exception, SystemExit):
+        return getattr(done.exception, "exit_code", 2), f"{done.output}{done.exception}"
+    return code, done.output
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "find", lambda: None)
+
+
+def verdicts(folder: Path) -> dict[str, reading.Compared]:
+    return {one.name: one for one in reading.compare(archive.read(folder / "day_one.tar.gz"))}
+
+
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    code, said = dsv4()
+    assert code == 22 and "no GPU" in said and "B200" in said and "--fake" in said
+
+
+@pytest.mark.parametrize(
+    ("found", "arch", "message"),
+    [
+        (gpu.Gpu("RTX", (12, 0), "13.0"), "", "compute capability 12.0"),
+        (gpu.Gpu("H", (9, 0), "13.0"), "sm_100a", "not"),
+    ],
+    ids=["other GPU", "other architecture"],
+)
+def test_a_gpu_that_it_is_not_for(found: gpu.Gpu, arch: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "find", lambda: found)
+    code, said = dsv4(*([f"--arch={arch}"] if arch else []))
+    assert code == 22 and message in said
+
+
+@pytest.mark.parametrize("arch", plan.SETS)
+def test_the_plan_is_about_ten_minutes(arch: str) -> None:
+    steps = plan.steps(arch)
+    assert len({step.name for step in steps}) == len(steps)
+    assert sum(step.seconds for step in steps) < 12 * 60
+    kinds = {step.name.partition(".")[0] for step in steps}
+    assert kinds == {"form", "stage", "time", "counters"}
+    assert all(bool(step.probes) + bool(step.command) + bool(step.skipped) == 1 for step in steps)
+
+
+def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
+    code, said = dsv4("--plan", "--arch=sm_100a", f"--out={tmp_path}", "--only=form.*")
+    assert code == 0 and "scale_columns" in said and "a B200 does not have it" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--only=nothing*"], ["--fake", "--arch=sm_80"], ["--record"], ["--difference=flip:*"]]
+    + [["--fake", "--difference=other"]],
+)
+def test_bad_arguments(arguments: list[str], tmp_path: Path) -> None:
+    assert dsv4(*arguments, "--fake" if "--only" in arguments[0] else f"--out={tmp_path}")[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_are_chosen_by_name() -> None:
+    found = plan.steps("sm_100a", ["shift.lane0", "form.st_bulk"])
+    assert {step.name: step.probes for step in found} == {
+        "form.shift": ("shift.lane0",),
+        "form.st_bulk": ("st_bulk",),
+    }
+    with pytest.raises(ArgumentError, match="only="):
+        plan.steps("sm_100a", ["shift.lane0", "nothing"])
+
+
+def test_every_kind_of_failure_is_named_and_ends_nothing_else(tmp_path: Path) -> None:
+    """A crash, a refusal, a flipped bit and another rule in one run of two forms; the rest has its results."""
+    failures = {"crash": "cp.4x256b", "refuse": "cp.4x256b.none", "flip": "shift.lane32"}
+    options = [f"--difference={kind}:{name}" for kind, name in failures.items()]
+    figure = tmp_path / "differs.png"
+    only = ["--only=cp.4x256b*", "--only=cp.64x128b.warpx2_02_13", "--only=form.shift"]
+    code, said = dsv4("--fake", "--difference=warp_pairs", *options, *only, f"--out={tmp_path}", f"--figure={figure}")
+    assert code == 1
+    found = verdicts(tmp_path)
+    expected = {name: reading.SAME for name in found}
+    expected |= {"cp.4x256b": "crashed", "cp.4x256b.none": "refused"}
+    expected |= {"shift.lane32": reading.DIFFERS, "cp.64x128b.warpx2_02_13": reading.DIFFERS}
+    assert {name: one.verdict for name, one in found.items()} == expected and len(found) > 8
+    assert "SIGKILL" in found["cp.4x256b"].detail and "CUDA_ERROR_INVALID_PTX" in found["cp.4x256b.none"].detail
+    for name in [*failures.values(), "cp.64x128b.warpx2_02_13"]:
+        assert name in said
+    flipped = found["shift.lane32"]
+    # `flip` inverts bit 4 of the byte at a third of the output.
+    at = 128 * 512 // 3
+    assert (flipped.words, flipped.first) == (1, f"CTA 0, row {at // 512}, word {at % 512 // 4}")
+    assert int(flipped.got, 16) ^ int(flipped.want, 16) == 0x10 << 8 * (at % 4)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_hang_is_killed_and_the_rest_runs(tmp_path: Path) -> None:
+    lines: list[str] = []
+    running = runner.Runner(tmp_path, fake=["hang:shift.lane32"], tell=lines.append, limit_s=6.0)
+    running.run(plan.steps("sm_100a", ["form.shift"]))
+    found = {name: running.result(name) for name in plan.steps("sm_100a", ["form.shift"])[0].probes}
+    assert found.pop("shift.lane32")["status"] == "hung"
+    assert {one["status"] for one in found.values()} == {"ran"}
+    assert "1 hung" in lines[0] and "3 ran" in lines[0]
+
+
+def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The runner gets SIGKILL while a probe hangs; two such runs, and the third takes the probe to be the reason."""
+    command = [sys.executable, "-m", "dsv4lib.lab.cli", "day-one", "--fake", "--only=form.shift", f"--out={tmp_path}"]
+    hanging = [*command, "--difference=hang:shift.lane32"]
+    place = tmp_path / runner.OUTPUTS
+    mark, first = place / "shift.lane32.started", place / "shift.lane0.json"
+    digest = next(probe.digest for probe in forms.probes() if probe.name == "shift.lane32")
+    written = None
+    for run in (1, 2):
+        process = subprocess.Popen(hanging, env={**os.environ, "PYTHONPATH": PATH}, stdout=subprocess.DEVNULL)
+        until(lambda run=run: worker.starts(mark, digest) == run)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert children
+        until(lambda children=children: not any(alive(child) for child in children))
+        written = written or first.stat().st_mtime_ns
+        assert first.stat().st_mtime_ns == written
+    code, said = dsv4("--fake", "--only=form.shift", f"--out={tmp_path}")
+    found = verdicts(tmp_path)
+    assert code == 1 and found.pop("shift.lane32").detail == "2 runs ended while it ran"
+    assert {one.verdict for one in found.values()} == {reading.SAME} and len(found) == 3
+    assert "1 of them before" in said and first.stat().st_mtime_ns == written
+    code, said = dsv4("--fake", "--fresh", "--only=shift.lane32", f"--out={tmp_path}")
+    assert code == 0 and not first.exists()
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_worker_that_does_not_start_blames_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    running = runner.Runner(tmp_path, fake=[], tell=lines.append)
+    monkeypatch.setattr(runner.sys, "executable", "/bin/false")
+    running.run(plan.steps("sm_100a", ["form.shift"]))
+    assert "the worker did not start" in lines[0]
+    assert list((tmp_path / runner.OUTPUTS).glob("*.json")) == []
+
+
+def test_results_of_other_code_are_run_again_and_not_compared(tmp_path: Path) -> None:
+    running = runner.Runner(tmp_path, fake=[], tell=lambda line: None)
+    steps = plan.steps("sm_100a", ["shift.lane32"])
+    running.run(steps)
+    path = tmp_path / runner.OUTPUTS / "shift.lane32.json"
+    path.write_text(path.read_text().replace(running.result("shift.lane32")["code"], "0" * 32))
+    assert running.result("shift.lane32") is None
+    manifest = {"arch": "sm_100a", "probes": ["shift.lane32", "shift.lane0"]}
+    archive.pack(tmp_path, manifest, tmp_path / "day_one.tar.gz")
+    assert {n: one.verdict for n, one in verdicts(tmp_path).items()} == {
+        "shift.lane32": reading.OTHER,
+        "shift.lane0": reading.MISSING,
+    }
+    running.run(steps)
+    assert running.result("shift.lane32")["status"] == worker.RAN
+
+
+ROWS = (
+    "op,shape,floor_us,provider,state,us\nfmha,Flash CSA T 8,1.0,ours,timed,9.0\nfmha,Flash CSA T 8,1.0,peer,timed,1\n"
+)
+COMMANDS = {
+    "ran": f"import pathlib, sys; pathlib.Path(sys.argv[1], 'rows.csv').write_text({ROWS!r})",
+    "failed": "import sys; print('no such op'); sys.exit(3)",
+    "absent": "import sys; print('no ncu on the path'); sys.exit(21)",
+    "crashed": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    "hung": "import time; time.sleep(600)",
+}
+
+
+def test_commands_with_their_tables_and_failures(tmp_path: Path) -> None:
+    steps = [
+        Step(f"time.{kind}", "command", kind, 1.0, 8.0, command=(sys.executable, "-c", code, plan.OUT))
+        for kind, code in COMMANDS.items()
+    ]
+    running = runner.Runner(tmp_path, tell=lambda line: None)
+    running.run(steps)
+    archive.pack(tmp_path, {"arch": "sm_100a", "gpu": "NVIDIA B200", "probes": []}, tmp_path / "day_one.tar.gz")
+    found = archive.read(tmp_path / "day_one.tar.gz")
+    status = {name: json.loads(files["result.json"])["status"] for name, files in found.commands.items()}
+    assert status == {f"time.{kind}": kind for kind in COMMANDS}
+    (row,) = reading.times(found)
+    modelled = reading.predictions()["fmha", "Flash CSA T 8"]
+    assert (row.us, row.floor_us, row.modelled_us) == (9.0, 1.0, modelled) and modelled > 0
+    code, said = dsv4(f"--read={tmp_path / 'day_one.tar.gz'}")
+    assert code == 1 and "time.failed: failed exit code 3: no such op" in said and f"{9.0 / modelled:.2f}" in said
+    lines: list[str] = []
+    dataclasses.replace(running, tell=lines.append).run(steps)
+    assert all("before" in line for line in lines)
+
+
+def test_a_command_with_nothing_to_do_is_shown_and_no_failure(tmp_path: Path) -> None:
+    step = Step("counters", "command", "", 1.0, 60.0, command=(sys.executable, "-c", COMMANDS["absent"]))
+    runner.Runner(tmp_path, tell=lambda line: None).run([step])
+    archive.pack(tmp_path, {"arch": "sm_100a", "probes": []}, tmp_path / "day_one.tar.gz")
+    code, said = dsv4(f"--read={tmp_path / 'day_one.tar.gz'}")
+    assert code == 0 and "counters: absent no ncu" in said
+
+
+def test_what_a_command_says_is_scrubbed(tmp_path: Path) -> None:
+    code = f"import sys; print('reads {Path.home()}/secret.txt'); sys.exit(1)"
+    step = Step("time.x", "command", "", 1.0, 60.0, command=(sys.executable, "-c", code))
+    runner.Runner(tmp_path, tell=lambda line: None).run([step])
+    said = json.loads((tmp_path / runner.FILES / "time.x" / "result.json").read_text())["detail"]
+    assert "secret.txt" in said and str(Path.home()) not in said
+
+
+def test_a_fake_run_skips_commands_visibly(tmp_path: Path) -> None:
+    lines: list[str] = []
+    runner.Runner(tmp_path, fake=[], tell=lines.append).run([Step("time.x", "command", "", 1.0, 1.0, command=("x",))])
+    assert "skipped: it needs a GPU" in lines[0]
+
+
+def made(tmp_path: Path, names: list[str], rules: list[str], fake: list[str] | None) -> archive.Archive:
+    """An archive of a device with other rules, made in this process."""
+    running, device = runner.Runner(tmp_path), differences.Fake(rules)
+    for probe in forms.probes():
+        if probe.name in names:
+            out = device.run(probe)
+            (tmp_path / runner.OUTPUTS / f"{probe.name}.npz").write_bytes(worker.packed(probe, out))
+            worker.write(running.folder / runner.OUTPUTS, worker.result(probe, "ran", out=reading.digest(out)))
+    manifest = {"arch": "sm_100a", "gpu": "NVIDIA B200", "probes": names, "fake": fake}
+    archive.pack(tmp_path, manifest, tmp_path / "day_one.tar.gz")
+    return archive.read(tmp_path / "day_one.tar.gz")
+
+
+NAMES = ["shift.lane32", "cp.64x128b.warpx2_02_13", "sums.f16.f16-f16-f32"]
+
+
+def test_a_recording_is_replayed(tmp_path: Path) -> None:
+    found = made(tmp_path, NAMES, ["warp_pairs", "truncated_sums"], None)
+    compared = list(reading.compare(found))
+    reading.record(found, compared, tmp_path / "b200")
+    assert reading.folder_of(found.manifest) == "b200" and reading.recordings(tmp_path) == [tmp_path / "b200"]
+    lines = {line.probe: line for line in reading.recorded(tmp_path / "b200")}
+    known = {probe.name: probe for probe in forms.probes()}
+    said = {name: reading.replay(lines[name], tmp_path / "b200", known[name]) for name in NAMES}
+    # Sums may be as far away as they were; what differs in meaning stays an error until the emulator does the same.
+    assert said["shift.lane32"] == said["sums.f16.f16-f16-f32"] == ""
+    assert "words differ" in said["cp.64x128b.warpx2_02_13"]
+    with differences.RULES["warp_pairs"]():
+        assert reading.replay(lines[NAMES[1]], tmp_path / "b200", known[NAMES[1]]) == ""
+    closer = dataclasses.replace(lines[NAMES[2]], max_ulp=0)
+    assert "words differ" in reading.replay(closer, tmp_path / "b200", known[NAMES[2]])
+    with np.errstate(all="ignore"):
+        broken = dataclasses.replace(lines[NAMES[0]], out="0" * 32)
+        assert "no longer" in reading.replay(broken, tmp_path / "b200", known[NAMES[0]])
+    with pytest.raises(Exception, match="record it again"):
+        reading.replay(dataclasses.replace(lines[NAMES[0]], code="0" * 32), tmp_path / "b200", known[NAMES[0]])
+
+
+def test_a_fake_device_is_never_recorded(tmp_path: Path) -> None:
+    found = made(tmp_path, NAMES[:1], [], [])
+    with pytest.raises(archive.ArchiveError, match="fake"):
+        reading.record(found, list(reading.compare(found)), tmp_path / "b200")
+    path = tmp_path / "day_one.tar.gz"
+    code, said = dsv4(f"--read={path}", "--record", f"--into={tmp_path / 'b200'}")
+    assert code == 2 and "fake" in said and not (tmp_path / "b200").exists()
