@@ -16,16 +16,20 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.viz.panels import categories, cell_lines, styled
 from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, new_figure, set_alt
 
-VALUE, WORSE, BETTER = PALETTE[0], PALETTE[5], PALETTE[2]
+VALUE, WORSE, BETTER, OPEN = PALETTE[0], PALETTE[5], PALETTE[2], PALETTE[6]
 BAND = PALETTE[4]
+COLOURS, SAID = {True: WORSE, False: BETTER, None: OPEN}, {True: "worse", False: "better", None: "open"}
 
 
 class Change(NamedTuple):
-    """A change between two runs: their places, whether it is for the worse, and its commits in a few characters."""
+    """A change between two runs: their places, whether it is for the worse, and its commits in a few characters.
+
+    ``worse`` is None where this is open.
+    """
 
     last: float
     first: float
-    worse: bool
+    worse: bool | None
     text: str = ""
 
 
@@ -79,13 +83,12 @@ def tracks(shown: Sequence[Track], title: str, labels: Mapping[float, str], colu
         Line2D([], [], color=INK, ls=(0, (4, 3)), lw=1, label="bound of its gate"),
         Patch(color=WORSE, alpha=0.5, label="worse since"),
         Patch(color=BETTER, alpha=0.5, label="better since"),
+        Patch(color=OPEN, alpha=0.5, label="the next run decides"),
     ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
+    fig.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8)
     fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     said = [
-        f"{one.title}: " + ", ".join(f"{'worse' if c.worse else 'better'} {c.text}" for c in one.changes)
-        for one in shown
-        if one.changes
+        f"{one.title}: " + ", ".join(f"{SAID[c.worse]} {c.text}" for c in one.changes) for one in shown if one.changes
     ]
     return set_alt(fig, f"{title}. {len(shown)} numbers over runs. Changes: {'; '.join(said) or 'none'}.")
 
@@ -103,7 +106,7 @@ def _track(ax: Axes, one: Track) -> None:
     low, high = (low + high - room) / 2, (low + high + room) / 2
     ax.set_ylim(low - 0.12 * room, high + 0.32 * room)
     for change in one.changes:
-        ax.axvspan(change.last, change.first, color=WORSE if change.worse else BETTER, alpha=0.5, lw=0)
+        ax.axvspan(change.last, change.first, color=COLOURS[change.worse], alpha=0.5, lw=0)
         middle = (places[0] + places[-1]) / 2
         side = "left" if change.first < middle else "right"
         x = change.first if side == "left" else change.last

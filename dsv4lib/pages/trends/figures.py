@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dsv4lib.pages.trends import run_case
-from dsv4lib.pages.trends.run_case import METRIC, OURS, Alarms, Caught, Score, Slow
+from dsv4lib.pages.trends.run_case import METRIC, OURS, WATCH, Alarms, Caught, Score, Slow
 from dsv4lib.viz import over_runs
 from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.style import PALETTE
@@ -28,7 +28,10 @@ def track(band: Any, named: bool = True) -> over_runs.Track:
     place = {at.run_id: i for i, at in enumerate(band.runs)}
     changes = [
         over_runs.Change(
-            place[f.last.run_id], place[f.first.run_id], f.worse, "machine" if f.kind == "machine" else commits(f)
+            place[f.last.run_id],
+            place[f.first.run_id],
+            None if f.kind == WATCH else f.worse,
+            "machine" if f.kind == "machine" else commits(f),
         )
         for f in band.found
     ]
@@ -65,14 +68,16 @@ def over_commits(bands: Sequence[Any], kinds: Sequence[str], title: str, most: i
 
 def findings(found: Sequence[Any], kinds: Sequence[str] = ()) -> None:
     """Show findings: what, on which machine, by how much, between which commits."""
-    rows = [
-        (one.kind, "worse" if one.worse else "better", one.what, one.label or "all", one.size, one.since, one.runs)
-        for one in found if not kinds or one.kind in kinds
-    ]  # fmt: skip
+    shown = [one for one in found if not kinds or one.kind in kinds]
+    rows = [(one.kind, _way(one), one.what, one.label or "all", one.size, one.since, one.runs) for one in shown]
     if rows:
         show_table(("finding", "", "what", "machine", "size", "commits", "runs since"), rows)
     else:
         print("nothing of this kind was found")
+
+
+def _way(finding: Any) -> str:
+    return "open" if finding.kind == WATCH else "worse" if finding.worse else "better"
 
 
 def noise_table(bands: Sequence[Any]) -> None:

@@ -47,6 +47,8 @@ class Finding(Protocol):
     worse: bool
     last: Any
     first: Any
+    before: Any
+    after: Any
 
 
 class Injected(Protocol):
@@ -70,6 +72,7 @@ class History(Protocol):
 Judge = Callable[[Any], Sequence[Any]]
 NUMBERS, VERDICTS = ("step", "machine"), ("failed", "vanished", "skipped", "flaky")
 BENCH, METRIC, TIME = "bench", "metric", "time"
+WATCH = "watch"  # of a finding: the newest run alone is off, the next one decides
 ENOUGH_RUNS = 5  # of the reader's own, to be shown instead of the example
 
 # ------------------------------------------------------------------- faults
@@ -156,7 +159,8 @@ class Score:
     """What was put in, held against what was found.
 
     Attributes:
-        found: pairs of what was put in and its finding. missed: without a finding. false: findings of nothing.
+        found: pairs of what was put in and its finding. missed: without a finding. false: findings of nothing, but
+            for those that wait for the next run.
     """
 
     found: tuple[tuple[Any, Any], ...]
@@ -189,7 +193,7 @@ def score(injected: Iterable[Injected], found: Iterable[Finding]) -> Score:
         else:
             pairs.append((one, match))
             left.remove(match)
-    return Score(tuple(pairs), tuple(missed), tuple(left))
+    return Score(tuple(pairs), tuple(missed), tuple(one for one in left if one.kind != WATCH))
 
 
 # ------------------------------------------------------------------- rules
@@ -220,14 +224,26 @@ RULES: Mapping[str, Callable[[Series], bool]] = {
     "5 % over the median": newest_over_median,
     "3 standard deviations": three_sigma,
 }
-OURS = "change points"
+OURS, WATCHED = "change points", "these and watched"
+ALL_RULES = (OURS, WATCHED, *RULES)
 
 
 def alarmed(rule: str, history: History, judge: Judge) -> set[str]:
     """Return the names of the numbers that a rule calls worse. The plain rules look at rows of a bench alone."""
-    if rule == OURS:
-        return {found.what for found in judge(history) if found.worse}
-    return {one.name for one in history.series if one.kind == BENCH and RULES[rule](one)}
+    return alarms_of(history, judge, (rule,))[rule]
+
+
+def alarms_of(history: History, judge: Judge, rules: Sequence[str] = ALL_RULES) -> dict[str, set[str]]:
+    """Return, by rule, the names of the numbers that it calls worse; the history is judged once."""
+    found = judge(history) if {OURS, WATCHED} & set(rules) else ()
+    worse = {one.name: one.worse for one in history.series}
+    ours = {one.what for one in found if one.worse}
+    watched = {one.what for one in found if one.kind == WATCH and (one.after - one.before) * worse[one.what] > 0}
+    by_rule = {OURS: ours, WATCHED: ours | watched}
+    for rule in rules:
+        if rule in RULES:
+            by_rule[rule] = {one.name for one in history.series if one.kind == BENCH and RULES[rule](one)}
+    return {rule: by_rule[rule] for rule in rules}
 
 
 @dataclass(frozen=True)
@@ -251,8 +267,9 @@ def false_alarms(make: Callable[[str, int], Any], profiles: Iterable[str], judge
     table = []
     for profile in profiles:
         histories = [make(profile, seed) for seed in range(count)]
-        for rule in (OURS, *RULES):
-            names = [alarmed(rule, one, judge) for one in histories]
+        named = [alarms_of(one, judge) for one in histories]
+        for rule in ALL_RULES:
+            names = [one[rule] for one in named]
             table.append(Alarms(rule, profile, count, sum(map(bool, names)), sum(map(len, names))))
     return table
 
@@ -287,8 +304,9 @@ def caught(
     for age in since:
         for slowdown in slowdowns:
             histories = [make(seed, slowdown, age) for seed in range(count)]
-            for rule in (OURS, *RULES):
-                hits = sum(one.series[0].name in alarmed(rule, one, judge) for one in histories)
+            named = [(one.series[0].name, alarms_of(one, judge)) for one in histories]
+            for rule in ALL_RULES:
+                hits = sum(name in by_rule[rule] for name, by_rule in named)
                 table.append(Caught(rule, slowdown, age, count, hits))
     return table
 
