@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,7 +42,8 @@ def of(all_series: Sequence[Series], found: Sequence[Finding], window: int = WIN
     runs = tuple(sorted({at.run_id: at for one in cut for at in one.at}.values(), key=lambda at: at.run_id))
     place = {at.run_id: i for i, at in enumerate(runs)}
     several = [one for one in cut if len(one.at) > 1]
-    judged = dict(zip(map(id, several), noise.of(several), strict=True))
+    alone = [_without_machines(one, found) for one in several]
+    judged = dict(zip(map(id, several), noise.of(alone), strict=True))
     candidates = sum(len(one.values) - 1 for one in several)
     bands = []
     for one in cut:
@@ -60,6 +61,16 @@ def of(all_series: Sequence[Series], found: Sequence[Finding], window: int = WIN
             low, high = level * np.exp(-reach), level * np.exp(reach)
         bands.append(Band(one, tuple(place[at.run_id] for at in one.at), runs, level, low, high, own))
     return bands
+
+
+def _without_machines(one: Series, found: Sequence[Finding]) -> Series:
+    """The number with shifts of its whole machine taken back, which are no noise of its own."""
+    values = one.values.copy()
+    for shift in found:
+        later = np.array([at.run_id >= shift.first.run_id for at in one.at])
+        if shift.kind == "machine" and one.kind == BENCH and shift.label == one.label and 0 < later.sum() < len(later):
+            values[later] *= np.median(values[~later]) / np.median(values[later])
+    return replace(one, values=values)
 
 
 def _levels(one: Series, steps: Sequence[Finding]) -> noise.Values:

@@ -108,7 +108,7 @@ def rack(night: int) -> int:
     return int(night % 3 == 2)
 
 
-def write(folder: Path, runs: int = 42, seed: int = 0, slowdown: float = 0.06) -> Example:
+def write(folder: Path, runs: int = 42, seed: int = 0, slowdown: float = 0.08) -> Example:
     """Write records and bench files of the example under ``folder``, which must be empty or missing.
 
     Args:

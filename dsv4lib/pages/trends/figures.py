@@ -156,9 +156,10 @@ def caught_over(table: Sequence[Caught], since: int) -> Figure:
 
 def score_table(found: Score) -> None:
     """Show every injected change: found between its commits, elsewhere or missed; then what is false."""
-    elsewhere = {id(pair[0]) for pair in found.elsewhere}
+    where = {id(pair[0]): "other commits" for pair in found.elsewhere}
+    where |= {id(pair[0]): "found, wider" for pair in found.wider}
     rows = [
-        (one.kind, one.what, one.label or "all", "other commits" if id(one) in elsewhere else "found", finding.since)
+        (one.kind, one.what, one.label or "all", where.get(id(one), "found"), finding.since)
         for one, finding in found.found
     ]
     rows += [(one.kind, one.what, one.label or "all", "MISSED", "") for one in found.missed]

@@ -173,8 +173,19 @@ class Score:
 
     @property
     def elsewhere(self) -> list[tuple[Any, Any]]:
-        """Return what was found between other runs than those it was put in between."""
-        return [pair for pair in self.found if (pair[0].last, pair[0].first) != _ends(pair[1])]
+        """Return what was found between two runs that do not hold the two that it was put in between."""
+        return [pair for pair in self.found if not _holds(*pair)]
+
+    @property
+    def wider(self) -> list[tuple[Any, Any]]:
+        """Return what was found between runs further apart than needed: one between them is an outlier."""
+        return [pair for pair in self.found if _holds(*pair) and _ends(pair[1]) != (pair[0].last, pair[0].first)]
+
+
+def _holds(injected: Injected, finding: Finding) -> bool:
+    """Tell whether the change lies between the runs of the finding. Names of runs sort by age."""
+    last, first = _ends(finding)
+    return last <= injected.last and injected.first <= first
 
 
 def _ends(finding: Finding) -> tuple[str, str]:
