@@ -11,6 +11,7 @@ from dsv4lib.viz import (  # noqa: F401
     history,
     layout,
     model,
+    over_runs,
     ptx,
     roofline,
     smem,

@@ -27,6 +27,7 @@ from dsv4lib.pages.cache import run_case as cache_case
 from dsv4lib.pages.decode_step import run_case as decode_step_case
 from dsv4lib.pages.mla import run_case as mla_case
 from dsv4lib.pages.speculation import run_case as speculation_case
+from dsv4lib.pages.trends import run_case as trends_case
 from dsv4lib.pages.turbo4 import run_case as turbo4_case
 
 STAGES = discover(env.root())
@@ -42,6 +43,7 @@ FOUND_IN_KERNELS = {  # by tests of the default run that have no notebook
     *mla_decode_faults.FAULTS,  # ops/mla_decode/test_sm100.py
     *mla_case.OWN_FAULTS,  # lab/test_mla_figures.py
     *turbo4_case.OWN_FAULTS,  # lab/test_turbo4_figures.py
+    *trends_case.FAULTS,  # lab/test_trends_figures.py
     *turbo4_encode_faults.FAULTS,  # ops/turbo4_encode/test_op.py
     *turbo4_decode_faults.FAULTS,  # ops/turbo4_decode/test_op.py
 }

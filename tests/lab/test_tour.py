@@ -12,7 +12,7 @@ from dsv4lib import env, lab
 from dsv4lib.lab import glossary, turns
 from dsv4lib.lab.stage import discover
 
-PAGES = sorted(path for path in (env.root() / "notebooks").glob("*.ipynb") if path.stem[:2] < "90")
+PAGES = sorted(path for path in (env.root() / "notebooks").glob("*.ipynb"))
 TABLE = (
     "## Glossary\n\n| word | meaning |\n|---|---|\n| **CTA pair** | two **CTAs** |\n| **UMMA**, `tcgen05.mma` | x |\n"
 )

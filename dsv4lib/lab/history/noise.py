@@ -42,12 +42,17 @@ def scaled(series: Series) -> Values:
     return series.values / (size or 1.0)
 
 
-def robust(differences: Values) -> float:
-    """Return the standard deviation of one value, from differences of two of which few may be changes."""
+def robust(differences: Values, tails: bool = True) -> float:
+    """Return the standard deviation of one value, from differences of two of which few may be changes.
+
+    Args:
+        differences: of neighbouring runs.
+        tails: False for what a run repeats exactly: there the largest differences are changes, not long tails.
+    """
     if not len(differences):
         return 0.0
     width = 1.4826 * float(np.median(np.abs(differences))) / np.sqrt(2)
-    if len(differences) >= 40:  # long tails: one in twenty differences is no larger than normal ones would be
+    if tails and len(differences) >= 40:  # long tails: one in twenty differences is no larger than normal ones would be
         width = max(width, float(np.quantile(np.abs(differences), 0.95)) / 1.96 / np.sqrt(2))
     return width
 
@@ -62,10 +67,11 @@ def of(all_series: Sequence[Series]) -> list[tuple[float, int]]:
     found = []
     for one, differences in zip(all_series, own, strict=True):
         pool = pooled[one.kind, one.label]
-        known = len(pool) >= ENOUGH
-        width = robust(pool) if known else ASSUMED[one.kind]
+        known, tails = len(pool) >= ENOUGH, one.kind != METRIC or bool(one.label)
+        width = robust(pool, tails) if known else ASSUMED[one.kind]
         if len(differences) >= OWN:
-            width = max(robust(differences - np.median(differences)), width / 2)  # a steady slope is no noise
+            # less their middle: a steady slope is no noise
+            width = max(robust(differences - np.median(differences), tails), width / 2)
         width = max(width, LEAST[one.kind])
         if one.kind == BENCH:
             width = max(width, *_of_repetitions(one))
