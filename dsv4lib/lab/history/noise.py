@@ -35,7 +35,7 @@ Values = NDArray[np.float64]
 
 
 def scaled(series: Series) -> Values:
-    """Return the values on the scale that noise is told on: logarithms, or parts of a gate's bound."""
+    """Return the values on the scale of noise: logarithms, or parts of a gate's bound."""
     if series.kind != METRIC:
         return np.log(np.maximum(series.values, 1e-12))
     size = max(abs(series.bound or 0.0), float(np.abs(series.values).max(initial=0.0)))
@@ -92,7 +92,7 @@ def z_score(places: int, told_by: int) -> float:
 
     Args:
         places: of all series together.
-        told_by: differences that tell the noise; few of them tell it badly, so that more is asked for.
+        told_by: differences that tell the noise; few of them tell it badly, so that more is required.
     """
     once = NormalDist().inv_cdf(1 - ALARMS / (2 * max(places, 1)))
     return once * (1 + 1.5 / np.sqrt(max(told_by, ENOUGH)))
@@ -160,7 +160,7 @@ def _lasting(levels: list[Stretch], least: float) -> list[Stretch]:
 
 
 def _segments(values: Values, noise: float, z: float) -> list[tuple[int, int]]:
-    """(first, behind the last) of the stretches in which values stay at one level."""
+    """(first, past the last) of the stretches in which values stay at one level."""
     count = len(values)
     if count < 2 or float(np.ptp(values)) <= z * noise:
         return [(0, count)]
