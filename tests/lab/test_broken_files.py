@@ -33,7 +33,7 @@ def endings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Verdict | None]:
 
     def start(self: runner.Supervisor, job: plan.Job, attempt: int) -> bool:
         stage = runner.load(job.stage, self.root)
-        folder = self._folder(job.name, attempt)
+        folder = self.folder(job.name, attempt)
         folder.mkdir()
         verdict = {"stage": stage.name, "metrics": {gate.metric: 0.0 for gate in stage.gates}, "skipped": {}}
         (folder / "verdict.json").write_text(json.dumps(verdict))

@@ -76,7 +76,7 @@ def test_the_command_says_what_was_not_the_same(
 
     def start(self: runner.Supervisor, job: Any, attempt: int) -> bool:
         stage = runner.load(job.stage, self.root)
-        folder = self._folder(job.name, attempt)
+        folder = self.folder(job.name, attempt)
         folder.mkdir()
         verdict = {"stage": stage.name, "metrics": {gate.metric: next(values) for gate in stage.gates}, "skipped": {}}
         (folder / "verdict.json").write_text(json.dumps(verdict))
