@@ -195,9 +195,9 @@ def shares(
     for i, (name, points) in enumerate(shown.items()):
         x, y = zip(*points, strict=True)
         thick = name == marked
-        ax.plot(x, y, color=PALETTE[i % len(PALETTE)], marker="osD^"[i % 4], ms=4, lw=2.2 if thick else 1.0, label=name)
+        ax.plot(x, y, color=PALETTE[i % len(PALETTE)], marker="osD^v"[i % 5], ms=4, lw=2.2 if thick else 1, label=name)
     ax.set(ylim=(-0.04, 1.06), xlabel=xlabel, ylabel=ylabel, title=title)
     ax.grid(True, axis="y", color=GRID, lw=0.5)
-    fig.legend(loc="outside lower center", ncols=4, fontsize=8)
+    fig.legend(loc="outside lower center", ncols=5, fontsize=8)
     ends = "; ".join(f"{name}: " + ", ".join(f"{y:.0%} at {x:g}" for x, y in points) for name, points in shown.items())
     return set_alt(fig, f"{title}. {ends}.")

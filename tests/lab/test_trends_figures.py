@@ -144,6 +144,7 @@ def test_a_machine_splits_the_levels_of_its_rows(written, found):
     plain = next(band for band in drawn if "embedding" in band.series.name)
     assert [one.kind for one in plain.found] == ["machine"]
     assert plain.level[-1] / plain.level[0] == pytest.approx(1.07, abs=0.02)
+    assert plain.high[0] < 1.05 * plain.level[0]  # the shift is no noise of the row
     assert (plain.series.values < plain.high).all() and (plain.series.values > plain.low).all()
 
 
@@ -163,6 +164,9 @@ def test_what_the_newest_run_alone_shows_is_watched():
     named = run_case.alarms_of(history, judged)
     assert named[run_case.OURS] == set() and named[run_case.WATCHED] == {history.series[0].name}
     assert run_case.alarmed("5 % over the median", history, judged) == {history.series[0].name}
+    faster = example.quiet("normal", 0, slowdown=-0.06)
+    assert [one.kind for one in judged(faster)] == ["watch"]
+    assert run_case.alarmed(run_case.WATCHED, faster, judged) == set()
     (open_,) = judged(history)
     assert (
         run_case.score([], [open_]).false == () and run_case.score([], [dataclasses.replace(open_, kind="step")]).false

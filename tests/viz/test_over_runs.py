@@ -36,8 +36,8 @@ def test_the_band_is_of_each_run_and_a_near_bound_is_drawn():
 
 
 def test_what_is_constant_looks_constant():
-    same = [3.0] * 4
-    low, high = viz.tracks([track(values=same, low=same, high=same, changes=[])], "title", {}).axes[0].get_ylim()
+    same, below, above = ([value] * 4 for value in (3.0, 3.0 - 1e-8, 3.0 + 1e-8))
+    low, high = viz.tracks([track(values=same, low=below, high=above, changes=[])], "title", {}).axes[0].get_ylim()
     assert low < 3 < high and high - low > 0.01
 
 
