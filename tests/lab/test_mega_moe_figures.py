@@ -52,7 +52,9 @@ def test_what_comes_first(run):
         assert times[1 - rank, "counts"].min() < times[rank, "x"].min() < layers[rank, "L2"].max()
         assert layers[rank, "L1"].max() < layers[rank, "L2"].max()
         assert times[rank, "combine"].min() > layers[rank, "L2"].min()
-    assert 0 <= figures.hidden_share(run.made, run.found) < 1
+    seen = figures.shares(run.made, run.found)
+    assert 0 <= seen.pulled < 1 and 0 <= seen.returned < 1
+    assert figures.overlap_said(run.made, run.found).startswith(f"{seen.pulled:.0%} of the pulled rows")
     assert alt_text(figures.timeline(run.made, run.found)).count("rank 1") >= 5
 
 
@@ -72,6 +74,26 @@ def test_products_are_told_by_the_weights_of_their_steps(run):
     }
     with pytest.raises(DSV4Error, match="MMAs for 0 boxes"):
         traffic.products(replace(made, l1=made.l1[::-1], l2=made.l2[::-1]), run.found)
+
+
+@pytest.mark.parametrize(
+    ("pulled", "returned", "shares", "said"),
+    [
+        ([1, 2], [50, 60], (0.0, 0.0), ("nothing of it", "nothing of it")),
+        ([1, 20, 30, 35], [35, 60], (0.75, 0.5), ("75% of the pulled", "50% of the writes")),
+        ([20], [30], (1.0, 1.0), ("rank: hidden", "rank: hidden")),
+        ([], [], (0.0, 0.0), ("0% of the pulled", "0% of the writes")),
+    ],
+)
+def test_what_is_said_of_overlap_is_counted(pulled, returned, shares, said, monkeypatch):
+    times = {"x": np.array(pulled), "combine": np.array(returned), "counts": np.array([0, 99])}
+    crossed = [traffic.Crossings(0, 1, name, one, one) for name, one in times.items() if len(one)]
+    monkeypatch.setattr(traffic, "crossings", lambda found: crossed)
+    work = [traffic.Product(0, "L1", np.array([10, 15])), traffic.Product(0, "L2", np.array([25, 40]))]
+    monkeypatch.setattr(traffic, "products", lambda made, found: work)
+    assert figures.shares(None, None) == shares
+    lines = figures.overlap_said(None, None).splitlines()
+    assert len(lines) == 2 and all(part in line for part, line in zip(said, lines, strict=True))
 
 
 def test_the_same_bits_however_it_runs(run):

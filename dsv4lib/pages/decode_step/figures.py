@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from dsv4lib.bench.decode_step.lines import CLASSES
 from dsv4lib.config import FLASH, LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
+from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.decode_step import run_case
 from dsv4lib.pages.decode_step.floors import needs
 from dsv4lib.pages.decode_step.run_case import BATCHES, CARD, CONTEXT, Judged, Live, Recorded, Whole
@@ -18,6 +19,8 @@ from dsv4lib.pages.hopper.figures import TWO
 from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.table import show_table
 from dsv4lib.viz.waterfall import Part, Words, waterfall
+
+ALLOWED = {"b128": 1.6}  # the stage's bound of ours over the floor, of 128 requests
 
 
 def _wrapped(name: str) -> str:
@@ -286,3 +289,22 @@ def here(found: Live) -> None:
 def checks(found: Mapping[str, Sequence[object]]) -> None:
     """Show what each check found."""
     show_table(("check", "found"), [(name, "; ".join(map(str, what)) or "nothing") for name, what in found.items()])
+
+
+def faults_table(names: Sequence[str], scheduled: Schedule, steps: Sequence[Whole]) -> int:
+    """Show what sees each fault of ``names`` in the record. Returns how many nothing sees.
+
+    Args:
+        names: of `run_case.FAULTS`. scheduled: what a step calls. steps: those measured whole.
+    """
+
+    def judged(name: str) -> dict[str, float]:
+        rows = run_case.recorded(name)
+        goals_of = run_case.judged(rows, steps, name)
+        found = {"unaccounted": run_case.unaccounted(rows, scheduled), "impossible": run_case.impossible(rows)}
+        found |= {"counts_off": run_case.counts_off(rows, scheduled), "floors_off": run_case.floors_off(rows, name)}
+        found |= {"readme_off": run_case.readme_off(rows), "not_packages": run_case.not_packages(rows)}
+        counts = {check: len(what) for check, what in found.items()}
+        return counts | {"elsewhere": len(run_case.judged_elsewhere(goals_of)), "b128": run_case.over_floor(rows, 128)}
+
+    return injected.seen_by({name: name for name in names}, run_case.FAULTS.__getitem__, judged, ALLOWED)

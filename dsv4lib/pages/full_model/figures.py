@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from matplotlib.figure import Figure
 
 from dsv4lib import viz
 from dsv4lib.loader.whole import Listed
+from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.full_model import run_case
 from dsv4lib.pages.full_model.run_case import Run
 from dsv4lib.viz.diagram import pipeline
 from dsv4lib.viz.kinds import colour
 from dsv4lib.viz.table import show_table
+
+ALLOWED = {"apart_error": 0.075, "divergence": 0.01}  # the stage's bounds: up to them a check has found nothing
 
 
 def flow() -> Figure:
@@ -76,3 +81,19 @@ def sees_table(found: Listed, positions: list[int]) -> None:
     for position in positions:
         rows += [(f"{position:,}", *row) for row in run_case.sees(found, position)]
     show_table(("position", "kind", "window keys", "entries"), rows)
+
+
+def faults_table(names: Sequence[str], count: int = 16) -> int:
+    """Show what sees each fault of ``names`` in a model on the reference back end. Returns how many nothing sees.
+
+    Args:
+        names: of `run_case.FAULTS`. count: bytes that the model reads.
+    """
+
+    def said(name: str) -> str:
+        return run_case.FAULTS[name].__doc__.split("\n")[0]
+
+    def judged(name: str) -> dict[str, float]:
+        return run_case.judged(count, "reference", name)
+
+    return injected.seen_by({name: name for name in names}, said, judged, ALLOWED)

@@ -22,6 +22,7 @@ from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.inv_rope_quant.arguments import fake_args, launch_args
 from dsv4lib.ops.inv_rope_quant.kernel import InvRopeQuant
 from dsv4lib.ops.inv_rope_quant.op import Call
+from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.hopper import ops_table
 from dsv4lib.reference import rope
 from dsv4lib.viz.dumbbells import Case, dumbbells
@@ -29,6 +30,7 @@ from dsv4lib.viz.table import show_table
 from dsv4lib.viz.times import over_bytes
 
 ARCHS = "sm_100a", "sm_90a"
+ALLOWED = {"bytes_over_least": 1.25}  # the stage's bound: up to it a check has found nothing
 SHEET = 4.8  # TB/s of an H200, from the data sheet
 COPIED = 4.05  # TB/s of a large copy with a cold L2, bytes read and written
 ONE = 1.09  # us, cold: a kernel with next to nothing to do, the shortest row that was recorded
@@ -194,3 +196,24 @@ def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple
     between = sum(int((a != b).sum()) for a, b in zip(*found, strict=True))
     oracle = sum(int((a != b).sum()) for a, b in zip(found[1], (want.codes, want.scales), strict=True))
     return between, oracle, hazards
+
+
+FAULTS = {
+    "none": "Everything as it was recorded.",
+    "bytes_doubled": "A row counts its bytes twice: its floor doubles, and its time looks better.",
+    "wrong_hidden": "A kernel that failed its check was timed all the same.",
+    "silent": "Missed goals have no note on what limits them.",
+    "read_twice": "Inputs cross the memory twice.",
+}
+
+
+def faults_table(names: Sequence[str]) -> int:
+    """Show what sees each fault of ``names`` in the record. Returns how many nothing sees."""
+
+    def judged(name: str) -> dict[str, float]:
+        rows = recorded(name)
+        seen = {"impossible_times": len(impossible(rows)), "wrong_rows": len(wrong(rows))}
+        seen["unexplained_misses"] = len(unexplained(rows, name))
+        return seen | {"bytes_over_least": max(excess(rows, counted(name)).values())}
+
+    return injected.seen_by({name: name for name in names}, FAULTS.__getitem__, judged, ALLOWED)

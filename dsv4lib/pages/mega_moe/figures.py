@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -138,12 +138,36 @@ def timeline(made: traffic.Case, found: Outcome) -> Figure:
     return viz.timeline.timeline(tracks, "one launch a device, all devices on one clock")
 
 
-def hidden_share(made: traffic.Case, found: Outcome) -> float:
-    """Compute the share of pulled rows that came after the first product of their rank: dispatch under GEMMs."""
-    first = {one.rank: one.times.min() for one in traffic.products(made, found) if one.layer == "L1"}
-    rows_pulled = [one for one in traffic.crossings(found) if one.region == "x"]
-    after = sum(int((one.times > first[one.rank]).sum()) for one in rows_pulled)
-    return after / sum(len(one.times) for one in rows_pulled)
+class Shares(NamedTuple):
+    """What crossed devices while a rank's tensor cores had work, as shares.
+
+    Attributes:
+        pulled: of the pulled rows, those that came after the first product of their rank.
+        returned: of the writes of results, those before the last product of their rank. Each 0.0 if nothing crossed.
+    """
+
+    pulled: float
+    returned: float
+
+
+def shares(made: traffic.Case, found: Outcome) -> Shares:
+    """Count how much of dispatch and of combine lies under the products of its rank."""
+    products, crossed = traffic.products(made, found), traffic.crossings(found)
+    first = {one.rank: one.times.min() for one in products if one.layer == "L1"}
+    last = {one.rank: one.times.max() for one in products if one.layer == "L2"}
+    pulled = [one.times > first[one.rank] for one in crossed if one.region == "x" and one.rank in first]
+    returned = [one.times < last[one.rank] for one in crossed if one.region == "combine" and one.rank in last]
+    return Shares(*(float(np.concatenate(one).mean()) if one else 0.0 for one in (pulled, returned)))
+
+
+def overlap_said(made: traffic.Case, found: Outcome) -> str:
+    """Say in two lines what the timeline shows of overlap, for any case."""
+    said = []
+    names = ("pulled rows came after the first product", "writes of results were before the last product")
+    for share, what in zip(shares(made, found), names, strict=True):
+        hidden = "nothing of it is hidden here" if share == 0 else "hidden" if share == 1 else "the rest is not hidden"
+        said.append(f"{share:.0%} of the {what} of their rank: {hidden}")
+    return "\n".join(said)
 
 
 def predicted(model: str, ranks: int, tokens: Sequence[int] = (1, 64, 512, 2048, 8192, 32768)) -> Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from matplotlib.figure import Figure
@@ -10,8 +11,10 @@ from matplotlib.patches import Patch, Rectangle
 
 from dsv4lib import viz
 from dsv4lib.config import FLASH
+from dsv4lib.loader.whole import Listed
 from dsv4lib.model.tokenizer import ByteTokenizer
 from dsv4lib.model.verify import residual
+from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.speculation import run_case
 from dsv4lib.pages.speculation.run_case import Accepted, Chains, Change, Served
 from dsv4lib.viz import style
@@ -292,3 +295,25 @@ def cost(found: Accepted) -> Figure:
     lines = {f"{n} requests" if n > 1 else "1 request": run_case.relative_cost(FLASH, n, gains) for n in (1, 8, 64)}
     title = "computed: bytes of weights a token, over K = 0"
     return viz.model.curves(torch.arange(len(gains)), {title: lines}, "drafts K", "ratio")
+
+
+def faults_table(names: Sequence[str], found: Listed, right: Served, p: torch.Tensor, q: torch.Tensor) -> int:
+    """Show what sees each fault of ``names``, on the reference back end. Returns how many nothing sees.
+
+    Args:
+        names: of `run_case.FAULTS`. found: the model. right: its text without drafts.
+        p, q: distributions [V] of target and draft, for faults of a draw.
+    """
+    prompt, count = "The state of", len(right.tokens)
+
+    def said(name: str) -> str:
+        return run_case.FAULTS[name].__doc__.split("\n")[0]
+
+    def judged(name: str) -> dict[str, float]:
+        if name in run_case.OF_A_DRAW:
+            return {"chi_square": run_case.chi_square(run_case.emitted(p, q, 8000, name)[0], p)}
+        one = run_case.serve(found, prompt, count, run_case.MOST, "reference", name)
+        seen = {"tokens": run_case.differing(right, one), "logits_missing": run_case.missing(right, one)}
+        return seen | {"strayed": run_case.strayed(one)}
+
+    return injected.seen_by({name: name for name in names}, said, judged, {"chi_square": 1.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from dsv4lib.pages.common import faults as injected
 from dsv4lib.reference import swiglu_quant as oracle
 
 LIMIT = 1.5  # of the clamp: many elements reach it
+ALLOWED = {"over_oracle": 1.0001}  # the stage's bound: up to it a check has found nothing
 
 
 class Result(NamedTuple):
@@ -55,3 +57,13 @@ def run(
     errors = [float((h - want).square().mean().sqrt()) for h in (found, exact)]
     differing = float((ours[0] != theirs[0]).double().mean())
     return Result(found, want, errors[0] / errors[1], differing, hazards)
+
+
+def show_faults(kernels: Mapping[str, type], rows: int, width: int, seed: int, backend: str) -> int:
+    """Show what sees each faulty kernel, by its name in `FAULTS`. Returns how many nothing sees."""
+
+    def judged(kernel: type) -> dict[str, float]:
+        result = run(rows, width, seed, backend, kernel.__name__)
+        return {"over_oracle": result.over_oracle, "hazards": result.hazards}
+
+    return injected.seen_by(kernels, lambda kernel: kernel.__doc__.split("\n")[0], judged, ALLOWED)
