@@ -223,9 +223,11 @@ def _machines(series: Sequence[Series]) -> Iterator[Finding]:
             middle = float(np.median(changes))
             agree = np.mean(np.sign(changes) == np.sign(middle))
             if len(changes) >= max(ALONE, len(rows) / 2) and abs(middle) >= LEAST_CHANGE[BENCH] and agree >= 0.8:
-                note = f"{len(changes)} rows by {np.expm1(middle):+.1%} in the middle"
                 runs = len({a.run_id for one in rows for a in one.at if a.run_id >= run_id})
-                yield Finding("machine", "all rows of a bench", label, middle > 0, *at[run_id], runs, note=note)
+                yield Finding(
+                    "machine", "all rows of a bench", label, middle > 0, *at[run_id], runs, 1.0, float(np.exp(middle)),
+                    "times", f"in the middle of {len(changes)} rows",
+                )  # fmt: skip
 
 
 def _without(one: Series, found: Sequence[Finding]) -> Series:
@@ -235,9 +237,8 @@ def _without(one: Series, found: Sequence[Finding]) -> Series:
     values = one.values.copy()
     for finding in found:
         if finding.label == one.label:
-            shift = float(finding.note.split("by ")[1].split("%")[0]) / 100
             later = np.array([at.run_id >= finding.first.run_id for at in one.at])
-            values[later] /= (1 + shift) ** one.worse
+            values[later] /= finding.after**one.worse
     return Series(**{**one.__dict__, "values": values})
 
 
