@@ -20,6 +20,8 @@ from rich.text import Text
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import verdicts
+from dsv4lib.lab.day_one import options as of_day_one
+from dsv4lib.lab.history import options as of_history
 from dsv4lib.lab.nightly import options
 from dsv4lib.lab.stage import runs_folder, workspace
 from dsv4lib.lab.verdicts import LOOKS
@@ -94,6 +96,8 @@ def run(
 
 
 app.command(epilog=EXIT_CODES)(options.nightly)
+of_history.add(app)
+app.command("day-one")(of_day_one.day_one)
 
 
 @app.command()
@@ -145,54 +149,6 @@ def report(
         import webbrowser
 
         webbrowser.open(pages[-1].as_uri())
-
-
-@app.command()
-def history(
-    last: Annotated[int, typer.Option(min=1, help="so many runs")] = 20,
-    set_name: Annotated[str | None, typer.Option("--set", help="only of this set")] = None,
-    stage: Annotated[str | None, typer.Option("--stage", "-s", help="only with this stage")] = None,
-    label: Annotated[str | None, typer.Option(help="only of machines of this label")] = None,
-    sql: Annotated[str | None, typer.Option(help="answer SQL over records, metrics, gates, runs and bench")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the runs [default: data/runs]")] = None,
-) -> None:
-    """The last runs: when, which commit and machine, what passed. Or any question about them, in SQL."""
-    from dsv4lib.lab.history import command
-
-    filters = {"set": set_name, "stage": stage, "label": label}
-    raise typer.Exit(command.history(out or runs_folder(), last, filters, sql, Console(highlight=False)))
-
-
-@app.command()
-def compare(
-    a: Annotated[str, typer.Argument(help="a run or the start of its name, a commit, last or previous")] = "previous",
-    b: Annotated[str, typer.Argument(help="the run that is compared with it")] = "last",
-    page: Annotated[Path | None, typer.Option(help="also write an HTML page with the figures that differ")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="also what does not differ, and times")] = False,
-    out: Annotated[Path | None, typer.Option(help="folder of the runs [default: data/runs]")] = None,
-) -> None:
-    """Two runs side by side: verdicts, metrics and their distance to the bound, times, figures."""
-    from dsv4lib.lab.history import command
-
-    runs = out or runs_folder()
-    raise typer.Exit(command.compared(runs, a, b, page, everything, Console(highlight=False)))
-
-
-@app.command()
-def trends(
-    label: Annotated[str | None, typer.Option(help="only of machines of this label")] = None,
-    window: Annotated[int, typer.Option(min=2, help="so many runs of each number")] = 60,
-    as_json: Annotated[bool, typer.Option("--json", help="all findings as JSON")] = False,
-    notify: Annotated[
-        str | None, typer.Option(help="a command that gets the findings as JSON on its input, good or bad")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the runs [default: data/runs]")] = None,
-) -> None:
-    """What got worse over runs and benches, since which commit, on which machine. Exit code 26 if anything did."""
-    from dsv4lib.lab.history import command
-
-    runs = out or runs_folder()
-    raise typer.Exit(command.trend(runs, label, window, as_json, notify, Console(highlight=False)))
 
 
 @app.command()
@@ -549,52 +505,6 @@ def evaluate(
     given = {"names": variant or [], "table": table, "device": device, "backend": backend}
     if not page.command(model, console, windows=windows, length=size, **given):
         raise typer.Exit(1)
-
-
-@app.command("day-one")
-def day_one(
-    plan: Annotated[
-        bool, typer.Option("--plan", help="show the steps and their estimated seconds; run nothing")
-    ] = False,
-    only: Annotated[list[str] | None, typer.Option(help="steps or micro-kernels that match, 'form.cp*'")] = None,
-    arch: Annotated[str, typer.Option(help="sm_100a or sm_90a [default: this machine's GPU's]")] = "",
-    fresh: Annotated[bool, typer.Option("--fresh", help="forget earlier results instead of going on")] = False,
-    fake: Annotated[bool, typer.Option("--fake", help="no GPU: run the micro-kernels in the emulator")] = False,
-    difference: Annotated[
-        list[str] | None, typer.Option(help="--fake: how the device differs (warp_pairs, flip:cp.*, ...)")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of results and archive [default: in data/runs]")] = None,
-    read: Annotated[Path | None, typer.Option(help="compare this archive with the emulator")] = None,
-    figure: Annotated[Path | None, typer.Option(help="draw what differs into this PNG file")] = None,
-    record: Annotated[bool, typer.Option("--record", help="--read: make recordings that tests replay")] = False,
-    into: Annotated[Path | None, typer.Option(help="--record: folder [default: data/emulator/<gpu>]")] = None,
-) -> None:
-    """Ask a B200 (or H200) what no GPU has confirmed: one archive to send back. A second call goes on with the first.
-
-    Every instruction form as micro-kernels, every stage natively, every op's times, counters where Nsight Compute is.
-    Exit codes: 0; 1 where something differs in meaning or failed; 22 without such a GPU.
-    """
-    from dsv4lib.lab.day_one import command
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    wish = command.Wish(
-        only=only or [],
-        arch=arch,
-        fake=fake,
-        differences=difference or [],
-        fresh=fresh,
-        out=out,
-        figure=figure,
-        record=record,
-        into=into,
-    )
-    if (record or into) and read is None:
-        raise ArgumentError("record", record, "with --read ARCHIVE")
-    if plan:
-        raise typer.Exit(command.show_plan(wish, console))
-    if read is not None:
-        raise typer.Exit(command.read(read, wish, console))
-    raise typer.Exit(command.run(wish, console, runs_folder()))
 
 
 @app.command()

@@ -118,6 +118,16 @@ TABLE = {
     "first wave": BLUE,
     "later waves": ORANGE,
     "combine": ORANGE,
+    # verdicts on what a GPU said
+    "same": GREEN,
+    "rounds differently": SKY,
+    "differs": VERMILION,
+    "crashed": PURPLE,
+    "hung": ORANGE,
+    "refused": YELLOW,
+    "damaged": DEEP_PURPLE,
+    "another kernel": GREY,
+    "not run": GRID,
     # steps of a diagram
     "given": SKY,
     "product": PURPLE,

@@ -79,7 +79,7 @@ def test_hits_name_what_to_write():
 def test_reports_count_what_was_checked(tmp_path):
     (tmp_path / "stages").mkdir()
     (tmp_path / "good.py").write_text('"""Nobody."""\n')
-    *ruff, stages, wordy = lint.reports(tmp_path)
+    *ruff, stages, gates, wordy = lint.reports(tmp_path)
     assert [one.problems for one in ruff] == [0, 0] and "1 file" in ruff[1].summary
     assert stages.summary == "stages: 0 contracts and their notebooks, 0 problems"
     assert wordy.summary == "words: 1 files, 1 warning" and wordy.problems == 0

@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError
+from dsv4lib.lab.day_one.reading import VERDICTS
 from dsv4lib.pages.emulator.figures import BYTES, CELLS
 from dsv4lib.viz import bars, grids, history, kinds, model, roofline, style, timeline, times, tma, tmem
 from dsv4lib.viz.tile import Part, tile_picture
@@ -49,6 +50,7 @@ TOGETHER = (  # kinds that one figure shows
     ("routes and counts", "tokens pulled", "L1", "L2", "results returned"),
     ("old", "known", "accepted", "rejected"),
     ("draft", "target", "accepted"),
+    VERDICTS,
 )
 
 

@@ -183,7 +183,7 @@ def routed_moe(tokens: int) -> Row:
         common = {"backend": BACKEND}
         routed = moe_dispatch(given["picks"], given["scores"], count=count, align=given["experts"].align, **common)
         groups = routed.offsets[:-1], routed.counts
-        options = {"k": k, "limit": FLASH.swiglu_limit, **common}
+        options = {"count": routes, "limit": FLASH.swiglu_limit, **common}
         y = given["experts"](given["x"], routed.rows, groups, routed.row_weight, **options)
         return {"y": moe_combine(y, routed.row_of, None, given["shared"], **common)}
 

@@ -9,19 +9,10 @@ from matplotlib.figure import Figure
 
 from dsv4lib.lab.day_one import reading
 from dsv4lib.lab.day_one.reading import Compared
-from dsv4lib.viz.style import GRID, INK, PALETTE, new_figure
+from dsv4lib.viz.kinds import colour
+from dsv4lib.viz.style import new_figure
 
-COLOURS = {
-    reading.SAME: PALETTE[2],
-    reading.ROUNDS: PALETTE[4],
-    reading.DIFFERS: PALETTE[5],
-    "crashed": PALETTE[3],
-    "hung": PALETTE[1],
-    "refused": PALETTE[6],
-    reading.DAMAGED: INK,
-    reading.OTHER: PALETTE[7],
-    reading.MISSING: GRID,
-}
+COLOURS = {verdict: colour(verdict) for verdict in reading.VERDICTS}
 MAPS = 6
 
 
