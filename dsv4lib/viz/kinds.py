@@ -118,6 +118,17 @@ TABLE = {
     "first wave": BLUE,
     "later waves": ORANGE,
     "combine": ORANGE,
+    # numbers over runs
+    "a run": BLUE,
+    "noise": SKY,
+    "worse": VERMILION,
+    "better": GREEN,
+    "open": YELLOW,
+    "passed": GREEN,
+    "failed": VERMILION,
+    "error": PURPLE,
+    "skipped": SKY,
+    "not judged": GREY,
     # verdicts on what a GPU said
     "same": GREEN,
     "rounds differently": SKY,

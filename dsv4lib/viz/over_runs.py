@@ -13,11 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import kinds
 from dsv4lib.viz.panels import categories, cell_lines, styled
-from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, new_figure, set_alt
+from dsv4lib.viz.style import GRID, INK, MUTED, new_figure, set_alt
 
-VALUE, WORSE, BETTER, OPEN = PALETTE[0], PALETTE[5], PALETTE[2], PALETTE[6]
-BAND = PALETTE[4]
+VALUE, BAND, WORSE, BETTER, OPEN = map(kinds.colour, ("a run", "noise", "worse", "better", "open"))
 COLOURS, SAID = {True: WORSE, False: BETTER, None: OPEN}, {True: "worse", False: "better", None: "open"}
 
 
@@ -133,14 +133,14 @@ def ways(shown: Mapping[str, tuple[Sequence[float], Sequence[float]]], marked: S
     ax = fig.subplots()
     ax.axhspan(1, 10, color=WORSE, alpha=0.12, lw=0)
     ax.axhline(1, color=INK, lw=1, ls=(0, (4, 3)))
-    colours = iter((PALETTE[5], PALETTE[1], PALETTE[3], PALETTE[6], PALETTE[0]) * (1 + len(shown) // 5))
+    drawn, others = kinds.colours(marked), kinds.colour("others")
     for name, (places, parts) in shown.items():
-        colour, width = (next(colours), 2.0) if name in marked else (PALETTE[7], 1.0)
+        ink, width = (drawn[name], 2.0) if name in marked else (others, 1.0)
         label = name if name in marked else None
-        ax.step(places, np.clip(parts, -0.6, 1.25), where="post", color=colour, lw=width, label=label)
+        ax.step(places, np.clip(parts, -0.6, 1.25), where="post", color=ink, lw=width, label=label)
         if name in marked and max(parts) > 1.25:
-            ax.annotate(f"{max(parts):.1f}", (places[-1], 1.25), fontsize=7, ha="right", va="bottom", color=colour)
-    ax.plot([], [], color=PALETTE[7], lw=1, label=f"{len(shown) - len(marked)} others")
+            ax.annotate(f"{max(parts):.1f}", (places[-1], 1.25), fontsize=7, ha="right", va="bottom", color=ink)
+    ax.plot([], [], color=others, lw=1, label=f"{len(shown) - len(marked)} others")
     ax.set(ylim=(-0.7, 1.4), xlabel="run", ylabel="part of the way", title=title)
     ax.text(0, 1.03, "past the bound", fontsize=7, color=MUTED, ha="left", va="bottom")
     fig.legend(loc="outside lower center", ncols=2, fontsize=7.5)
@@ -192,10 +192,11 @@ def shares(
         raise ArgumentError("shown", len(shown), "at least one rule with points")
     fig = new_figure(height=3.2)
     ax = fig.subplots()
+    drawn = kinds.colours(shown)
     for i, (name, points) in enumerate(shown.items()):
         x, y = zip(*points, strict=True)
         thick = name == marked
-        ax.plot(x, y, color=PALETTE[i % len(PALETTE)], marker="osD^v"[i % 5], ms=4, lw=2.2 if thick else 1, label=name)
+        ax.plot(x, y, color=drawn[name], marker="osD^v"[i % 5], ms=4, lw=2.2 if thick else 1, label=name)
     ax.set(ylim=(-0.04, 1.06), xlabel=xlabel, ylabel=ylabel, title=title)
     ax.grid(True, axis="y", color=GRID, lw=0.5)
     fig.legend(loc="outside lower center", ncols=5, fontsize=8)

@@ -51,6 +51,8 @@ TOGETHER = (  # kinds that one figure shows
     ("old", "known", "accepted", "rejected"),
     ("draft", "target", "accepted"),
     VERDICTS,
+    ("a run", "noise", "worse", "better", "open"),
+    ("passed", "failed", "error", "skipped", "not judged"),
 )
 
 

@@ -13,12 +13,11 @@ from dsv4lib.pages.trends import run_case
 from dsv4lib.pages.trends.run_case import METRIC, OURS, WATCH, Alarms, Caught, Score, Slow
 from dsv4lib.viz import over_runs
 from dsv4lib.viz.bars import Panel, side_by_side
-from dsv4lib.viz.style import PALETTE
+from dsv4lib.viz.kinds import colour
 from dsv4lib.viz.table import show_table
 
 MOST = 18  # panels of a figure
-STATES = {"passed": PALETTE[2], "failed": PALETTE[5], "error": PALETTE[3], "skipped": PALETTE[4]}
-STATES |= {"not judged": PALETTE[7]}
+STATES = {name: colour(name) for name in ("passed", "failed", "error", "skipped", "not judged")}
 UNJUDGED = ("interrupted", "crash", "disk_full", "oom")
 
 
