@@ -25,6 +25,7 @@ from dsv4lib.ops.quantize.op import quantize
 
 RUN = 8  # rows of gate, then of up
 RAW = ("w13", "w13_scale", "w2", "w2_scale")
+FINAL = ("l1_codes", "l1_scales", "l2_codes", "l2_scales")
 
 
 class MegaMoeExperts(torch.nn.Module):
@@ -38,7 +39,7 @@ class MegaMoeExperts(torch.nn.Module):
     Attributes:
         w13: uint8 [E / W, 2 I, H / 2], packed E2M1, rows of gate, then of up. w13_scale: uint8 [E / W, 2 I, H / 32],
             E8M0. w2: uint8 [E / W, H, I / 2]. w2_scale: uint8 [E / W, H, I / 32]. None once weights are final.
-        l1, l2: what the kernel reads, then.
+        l1_codes, l1_scales, l2_codes, l2_scales: what the kernel reads, then. None until weights are final.
 
     Raises:
         ArgumentError: several ranks without ``make_buffer``, a rank that is none of them.
@@ -61,15 +62,30 @@ class MegaMoeExperts(torch.nn.Module):
         if make_buffer is None and layout.world > 1:
             raise ArgumentError("make_buffer", None, f"what makes symmetric memory of {layout.world} ranks")
         self.layout, self.rank, self.limit, self.backend = layout, rank, limit, backend
-        self._make_buffer = make_buffer or (lambda one: SymmetricBuffer.alone(one, device))
+        self._make_buffer = make_buffer or (lambda one: SymmetricBuffer.alone(one, self.device))
         self._buffer: SymmetricBuffer | None = None
-        self.l1: Operand | None = None
-        self.l2: Operand | None = None
+        for name in FINAL:
+            self.register_buffer(name, None)
         shapes = {"w13": (2 * layout.intermediate, layout.hidden), "w2": (layout.hidden, layout.intermediate)}
         for name, (rows, k) in shapes.items():
             for suffix, columns in (("", k // 2), ("_scale", k // GROUP)):
                 shape = layout.local, rows, columns
                 self.register_buffer(name + suffix, torch.zeros(shape, dtype=torch.uint8, device=device))
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the weights are."""
+        return next(self.buffers()).device
+
+    @property
+    def l1(self) -> Operand | None:
+        """Return gate and up as the kernel reads them, None until they are final."""
+        return None if self.l1_codes is None else Operand(self.l1_codes, self.l1_scales)
+
+    @property
+    def l2(self) -> Operand | None:
+        """Return down as the kernel reads it, None until it is final."""
+        return None if self.l2_codes is None else Operand(self.l2_codes, self.l2_scales)
 
     def finalize_weights(self) -> None:
         """Order weights as the kernel reads them, and drop those that were loaded; again: nothing.
@@ -86,8 +102,9 @@ class MegaMoeExperts(torch.nn.Module):
                 x, wanted = getattr(self, name + suffix), (one.local, rows, columns)
                 if x.dtype != torch.uint8 or tuple(x.shape) != wanted:
                     raise ArgumentError(name + suffix, f"{x.dtype}{list(x.shape)}", f"torch.uint8{list(wanted)}")
-        self.l1 = Operand(_alternating(self.w13), scale_swizzle.swizzle(_alternating(self.w13_scale)))
-        self.l2 = Operand(self.w2, scale_swizzle.swizzle(self.w2_scale))
+        self.l1_codes = _alternating(self.w13)
+        self.l1_scales = scale_swizzle.swizzle(_alternating(self.w13_scale))
+        self.l2_codes, self.l2_scales = self.w2, scale_swizzle.swizzle(self.w2_scale)
         for name in RAW:
             self.register_buffer(name, None)
 
@@ -95,12 +112,16 @@ class MegaMoeExperts(torch.nn.Module):
         """Return this rank's memory, made by the hook on the first call.
 
         Raises:
-            ArgumentError: the hook's is of another layout or rank.
+            ArgumentError: the hook's is of another layout or rank, or on another device than the weights.
         """
+        if self._buffer is not None and self._buffer.x.device != self.device:
+            self._buffer = None  # the layer has moved
         if self._buffer is None:
             found = self._make_buffer(self.layout)
             if (found.layout, found.rank) != (self.layout, self.rank):
                 raise ArgumentError("make_buffer", (found.layout, found.rank), f"{self.layout}, rank {self.rank}")
+            if found.x.device != self.device:
+                raise ArgumentError("make_buffer", str(found.x.device), f"memory on {self.device}, as the weights")
             self._buffer = found
         return self._buffer
 

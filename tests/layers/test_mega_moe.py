@@ -6,7 +6,7 @@ import torch
 from dsv4lib import emulator
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import e4m3, mxfp4, ue8m0
-from dsv4lib.layers.mega_moe import MegaMoeExperts
+from dsv4lib.layers.mega_moe import FINAL, MegaMoeExperts
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.reference import mega_moe as oracle
@@ -69,7 +69,7 @@ def test_a_rank_alone(backend):
     """Int32 and int64 experts, a second step in the same memory, no tokens; weights are held once."""
     layer, given = loaded(ONE, backend=backend), tokens(17, ONE)
     layer.finalize_weights()
-    assert near(layer(*given), want(ONE, *given)) and not list(layer.buffers())
+    assert near(layer(*given), want(ONE, *given)) and tuple(layer.state_dict()) == FINAL
     kept = layer.l1, layer.get_symm_buffer()
     layer.finalize_weights()
     other = tokens(5, ONE, seed=2)
@@ -77,6 +77,18 @@ def test_a_rank_alone(backend):
     assert near(layer(x, w, ids.int()), want(ONE, *other))
     assert layer(x[:0], w[:0], ids[:0]).shape == (0, ONE.hidden)
     assert (layer.l1, layer.get_symm_buffer()) == kept
+
+
+def test_weights_move_with_the_layer_and_memory_is_where_they_are():
+    layer = loaded(ONE).to("meta")
+    assert layer.device.type == "meta" and layer.get_symm_buffer().x.device.type == "meta"
+    layer = loaded(ONE, make_buffer=lambda one: SymmetricBuffer.alone(one, "meta"))
+    layer.finalize_weights()
+    with pytest.raises(ArgumentError, match="make_buffer='meta'.*cpu"):
+        layer.get_symm_buffer()
+    layer.to("meta")
+    assert layer.l1.codes.device.type == layer.l2.scales.device.type == "meta"
+    assert layer.get_symm_buffer().x.device.type == "meta"
 
 
 @pytest.mark.parametrize("counts", cases([3, 17], full=[[0, 9]]), ids=str)

@@ -69,6 +69,9 @@ def run(wanted: Description, ptx: str, arch: str | None, save: Path | None, **se
     arrays = {name: _on_device(module.device, one) for name, one in wanted.tensors.items()}
     before = {name: _digest(array) for name, array in arrays.items()}
     _fill_variables(wanted, module)
+    for name, tensor in wanted.tensors.items():
+        if tensor.expect is not None:  # a wrong one is refused before anything is launched
+            _wanted(tensor.expect, numbers.decode(arrays[name], tensor.dtype), name, wanted, arrays)
     outcome = Outcome(arch=module.device.arch.name)
     planned = []
     for i, one in enumerate(wanted.launches):

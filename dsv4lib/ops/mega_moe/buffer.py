@@ -139,7 +139,7 @@ class SymmetricBuffer:
     def received(self) -> Tensor:
         """View the routes that each of this rank's experts got from all ranks, int32 [E / W], summed over all calls.
 
-        They may be set to 0 between calls.
+        They may be set to 0 between calls, and must be before an expert's sum passes 2^31 - 1, where it wraps.
         """
         return self.state[self.layout.received :]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dsv4lib.emulator.gpu import module as gpu
 from dsv4lib.emulator.sanitize import command, nvrtc
 from dsv4lib.emulator.sanitize.command import Wish
 from dsv4lib.errors import ArgumentError, BackendUnavailable
@@ -58,7 +59,7 @@ def test_describe_prints_a_description_that_runs(tmp_path):
 EXPECTED = DESCRIPTION.replace('fill = "nan"', 'fill = "nan"\nexpect = {tensor = "want"}') + "[tensors.want]\n"
 
 
-def test_expected_values(tmp_path, capfd):
+def test_expected_values(tmp_path, capfd, monkeypatch):
     want = np.arange(64) ^ 32
     np.save(tmp_path / "want.npy", (want + 63 - np.arange(64)).astype(np.float32))
     path = write(tmp_path, True, EXPECTED + 'file = "want.npy"\n')
@@ -73,6 +74,7 @@ def test_expected_values(tmp_path, capfd):
     assert "out is not as expected in 64 elements, first at (0,): 95.0 instead of 0.0" in said
     assert "1 tensor not as expected" in said
     path = write(tmp_path, True, EXPECTED + "shape = [63]\n")
+    monkeypatch.setattr(gpu.Kernel, "launch", lambda *given, **options: pytest.fail("it was launched"))
     with pytest.raises(ArgumentError, match="tensors.out.expect"):
         command.run(wish(path))
 
