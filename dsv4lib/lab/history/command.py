@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib import env
+from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.history import compare, series, store, trends
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
@@ -42,7 +43,7 @@ def history(runs: Path, last: int, filters: dict[str, str | None], sql: str | No
         [*values, last],
     ).fetchall()
     if not rows:
-        console.print("no run matches" if values else "no run yet: ./dsv4 run makes the first")
+        console.print("no run matches" if values else f"no run yet: {env.front_door()} run makes the first")
         return 0
     table = Table("run", "set", "started", "commit", "machine", "passed", "skipped", "failed", "wall s", "CPU s")
     for run_id, set_name, started, commit, dirty, label, _, seconds, cpu, passed, skipped, failed in reversed(rows):
@@ -81,7 +82,7 @@ def trend(runs: Path, label: str | None, window: int, as_json: bool, notify: str
     """Print what got worse and better; hand it to ``notify``. The exit code is 0, or `GOT_WORSE`."""
     known = series.read(runs, label)
     found = trends.judge(known, window)
-    worse = [one for one in found if one.worse and one.of_sources]
+    worse = [one for one in found if one.counts]
     names = {at.run_id for one in known.series for at in one.at}
     names |= {at.run_id for job in known.jobs for at, _, _ in job.verdicts}
     summary = {
@@ -103,15 +104,16 @@ def trend(runs: Path, label: str | None, window: int, as_json: bool, notify: str
 
 def message(found: Sequence[trends.Finding], known: series.History) -> str:
     """Return at most one screen for people: what got worse with its commits, what got better, what is to be seen."""
-    worse = [one for one in found if one.worse]
+    worse = [one for one in found if one.counts]
+    same = [one for one in found if one.worse and not one.counts]
     better = [one for one in found if not one.worse and one.kind != "watch"]
     watched = [one for one in found if one.kind == "watch"]
     among = f"{len(known.series)} series of numbers and {len(known.jobs)} notebooks"
     lines = [f"{len(worse)} worse, {len(better)} better in {among}"]
-    for title, group in (("worse", worse), ("better", better)):
+    for title, group in (("worse", worse), ("worse at one commit", same), ("better", better)):
         lines += [f"  {title}: {_line(one)}" for one in group]
     if len(lines) > LINES:
-        lines = [*lines[:LINES], f"  and {len(lines) - LINES} more: ./dsv4 trends --json has all"]
+        lines = [*lines[:LINES], f"  and {len(lines) - LINES} more: {env.front_door()} trends --json has all"]
     if watched:
         names = ", ".join(one.what for one in watched[:3]) + (", ..." if len(watched) > 3 else "")
         lines.append(f"  the next run decides about {len(watched)}: {names}")
@@ -139,6 +141,7 @@ def _notify(command: str, text: str) -> None:
             raise ValueError("it is empty")
         done = subprocess.run(words, input=text, text=True, timeout=NOTIFY_S, check=False)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise DSV4Error(f"--notify could not run: {str(error)[:200]}") from None
+        print(f"dsv4: --notify could not run: {str(error)[:200]}", file=sys.stderr)
+        return
     if done.returncode:
         print(f"dsv4: --notify ended with {done.returncode}", file=sys.stderr)

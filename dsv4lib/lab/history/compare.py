@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4lib import env
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.history import store
-from dsv4lib.lab.history.series import LESS, job_name
+from dsv4lib.lab.history.series import LESS, MORE, job_name
 from dsv4lib.lab.run.files import read_own
 
 NOTEBOOK_BYTES = 1 << 28
@@ -51,7 +52,7 @@ def find(runs: Path, name: str) -> str:
     known = sorted({row["run_id"] for row in rows})
     if name in ("last", "previous"):
         if len(known) < 1 + (name == "previous"):
-            raise ArgumentError("run", name, f"one of {len(known)} runs; ./dsv4 run makes them")
+            raise ArgumentError("run", name, f"one of {len(known)} runs; {env.front_door()} run makes them")
         return known[-1 if name == "last" else -2]
     found = [run for run in known if run.startswith(name)]
     if not found and len(name) >= 4:
@@ -83,7 +84,7 @@ def _by_job(runs: Path, run_id: str) -> dict[str, dict[str, Any]]:
     for row in store.records_table(runs).to_pylist():
         if row["run_id"] == run_id and row["last"]:
             fault = f", fault {row['negative']}" if row["negative"] else ""
-            found[f"{job_name(row)} in {row['set']}{fault}"] = row
+            found[f"{job_name(row)} in {row['plan']}{fault}"] = row
     return found
 
 
@@ -94,11 +95,18 @@ def _numbers(job: str, rows: list[dict[str, Any] | None]) -> Iterator[Line]:
         pair = [side.get(name) for side in metrics]
         gate, left = gates.get(name), None
         if gate is not None and pair[1] is not None:
-            room = (gate["bound"] - pair[1]) * (1 if gate["op"] in LESS else -1)
-            left = room / abs(gate["bound"]) if gate["bound"] else (room if room <= 0 else None)
+            left = _room(gate["op"], gate["bound"], pair[1])
         yield _line("metric", f"{job}: {name}", pair, left, pair[0] != pair[1])
     seconds = [(row["counted_s"] or row["cpu_s"] or row["seconds"]) if row else None for row in rows]
     yield _line("seconds", f"{job}: CPU time", seconds, None, False)
+
+
+def _room(op: str, bound: float, value: float) -> float | None:
+    """The part of the bound that is left: 0 at it, negative past it; None where there is no such part."""
+    if op not in (*LESS, *MORE):
+        return -abs(value - bound) / (abs(bound) or 1.0) or None
+    room = (bound - value) * (1 if op in LESS else -1)
+    return room / abs(bound) if bound else (room if room < 0 else None)
 
 
 def _line(what: str, name: str, pair: list[float | None], left: float | None, differs: bool) -> Line:
@@ -115,8 +123,8 @@ def figures(runs: Path, a: str, b: str) -> Iterator[tuple[str, bytes | None, byt
     both = [_by_job(runs, name) for name in (a, b)]
     for job in sorted({*both[0], *both[1]}):
         images = [
-            _images(runs / name / side[job]["notebook"]) if job in side and side[job]["notebook"] else []
-            for name, side in zip((a, b), both, strict=True)
+            _images(runs / side[job]["part"] / side[job]["notebook"]) if job in side and side[job]["notebook"] else []
+            for side in both
         ]
         for i in range(max(map(len, images))):
             pair = [side[i] if i < len(side) else None for side in images]

@@ -23,7 +23,8 @@ from dsv4lib.lab.verdicts import Verdict
 
 BENCH, METRIC, TIME = "bench", "metric", "time"
 OURS = "ours"
-NOT_JUDGED = {str(v) for v in (Verdict.SKIPPED, Verdict.INTERRUPTED, Verdict.CRASH, Verdict.DISK_FULL, Verdict.OOM)}
+NOT_JUDGED = {str(v) for v in (Verdict.SKIPPED, Verdict.INTERRUPTED, Verdict.DISK_FULL, Verdict.BAD_ARGUMENTS)}
+OF_MACHINE = {str(v) for v in (Verdict.CRASH, Verdict.OOM, Verdict.TIMEOUT)}  # a busy machine does that, too
 LESS, MORE = ("<=", "<"), (">=", ">")
 
 
@@ -75,12 +76,14 @@ class Job:
     """One notebook with its parameters in one set over runs: what became of it, and the gates that were judged.
 
     ``verdicts`` has (run, verdict, gates) in the order of runs; ``label`` is of the machine where a GPU ran it.
+    ``set`` is that of the run's plan; ``check`` is the name without the back end that the machine chose.
     """
 
     name: str
     set: str
     label: str
     verdicts: tuple[tuple[At, str, frozenset[str]], ...]
+    check: str = ""
 
 
 @dataclass
@@ -109,7 +112,7 @@ def read(runs: Path, label: str | None = None) -> History:
         plan = plans.get(row["run_id"])
         if plan is not None and not (plan.whole and plan.state == "complete"):
             continue
-        known = found.whole.setdefault(row["set"], [])
+        known = found.whole.setdefault(row["plan"], [])
         if not known or known[-1][0].run_id != row["run_id"]:
             known.append((_at(row), plan is not None and plan.baseline))
     return found
@@ -119,12 +122,29 @@ def _at(row: dict[str, Any]) -> At:
     return At(row["run_id"], row["started"], row["commit"] or "", row["dirty"])
 
 
+def _fields(text: str | None) -> dict[str, Any]:
+    return json.loads(text or "{}") or {}
+
+
+def check_name(row: dict[str, Any]) -> str:
+    """Return stage, parameters that its set changes, and the back end that was named: the same on every machine."""
+    words = [row["stage"], *(f"{key}={value}" for key, value in sorted(_fields(row["overrides"]).items()))]
+    named = _fields(row["parameters"]).get("backend", "auto")
+    return " ".join(words if named == "auto" else [*words, f"({named})"])
+
+
 def job_name(row: dict[str, Any]) -> str:
-    """Return stage, parameters that its set changes, and back end: the same words in every run."""
-    words = [row["stage"]]
-    changed = json.loads(row["overrides"] or "{}") if isinstance(row["overrides"], str) else row["overrides"]
-    words += [f"{key}={value}" for key, value in sorted((changed or {}).items())]
+    """Return stage, parameters that its set changes, and the back end that it ran on: the same words in every run."""
+    words = [row["stage"], *(f"{key}={value}" for key, value in sorted(_fields(row["overrides"]).items()))]
     return " ".join([*words, f"({row['backend'] or 'no back end'})"])
+
+
+def place(row: dict[str, Any]) -> str:
+    """Return the machine's label, or how many cores it has, and its GPU: what times are compared within."""
+    facts = _fields(row["machine"])
+    cores = f"{facts['cores']} cores" if facts.get("cores") else ""
+    gpu = facts.get("gpu", "none")
+    return ", ".join(word for word in (row["label"] or cores, "" if gpu == "none" else gpu) if word)
 
 
 def _of_records(rows: Iterable[dict[str, Any]]) -> list[Series]:
@@ -132,10 +152,10 @@ def _of_records(rows: Iterable[dict[str, Any]]) -> list[Series]:
     points: dict[tuple[str, str, str], list[tuple[At, float, float]]] = defaultdict(list)
     facts: dict[tuple[str, str, str], tuple[str, int, float | None]] = {}
     for row in rows:
-        if row["kind"] != "run" or row["verdict"] in NOT_JUDGED:
+        if row["kind"] != "run" or row["verdict"] in NOT_JUDGED | OF_MACHINE:
             continue
-        name, at = f"{job_name(row)} in {row['set']}", _at(row)
-        label = row["label"] or ""
+        name, at = f"{job_name(row)} in {row['plan']}", _at(row)
+        label = place(row)
         seconds = row["counted_s"] or row["cpu_s"]
         if seconds and row["verdict"] == str(Verdict.PASSED):
             key = TIME, f"{name}: CPU time", label
@@ -156,7 +176,8 @@ def _of_bench(rows: Iterable[dict[str, Any]]) -> list[Series]:
     facts: dict[tuple[str, str, str], tuple[str, int, None]] = {}
     for row in sorted(rows, key=lambda row: row["run_id"]):
         value = row["value"]
-        if value is None or not np.isfinite(value) or value <= 0:
+        ours = (row["provider"] or "").startswith(OURS)  # other people's kernels are peers of a table, no checks
+        if value is None or not np.isfinite(value) or value <= 0 or not ours:
             continue
         machine = ", ".join(word for word in (row["label"], row["gpu"]) if word)
         key = BENCH, f"{row['suite']} {row['row']}: {row['provider']}, {row['what']}", machine
@@ -175,10 +196,15 @@ def _series(
 
 def _jobs(rows: Iterable[dict[str, Any]]) -> list[Job]:
     found: dict[tuple[str, str, str], list[tuple[At, str, frozenset[str]]]] = defaultdict(list)
+    checks: dict[tuple[str, str, str], str] = {}
     for row in rows:
         if row["kind"] != "run":
             continue
-        label = row["label"] or "" if row["backend"] == "native" else ""
+        key = job_name(row), row["plan"], place(row) if row["backend"] == "native" else ""
+        if not row["backend"]:  # skipped for want of one: the job is the one that had it before
+            same = [one for one in found if checks[one] == check_name(row) and one[1] == row["plan"]]
+            key = ([one for one in same if one[2] in ("", place(row))] or [key])[-1]
         judged = frozenset(g["metric"] for g in row["gates"] or [] if g["state"] in ("passed", "failed"))
-        found[job_name(row), row["set"], label].append((_at(row), row["verdict"], judged))
-    return [Job(*key, tuple(verdicts)) for key, verdicts in found.items()]
+        found[key].append((_at(row), row["verdict"], judged))
+        checks[key] = check_name(row)
+    return [Job(*key, tuple(verdicts), checks[key]) for key, verdicts in found.items()]

@@ -21,6 +21,7 @@ from dsv4lib.bench import history as bench
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import records
 from dsv4lib.lab.benches import BENCHES
+from dsv4lib.lab.run import manifest
 from dsv4lib.lab.run.files import read_own, write_atomic
 from dsv4lib.lab.run.manifest import PLAN_BYTES
 
@@ -38,8 +39,9 @@ VIEWS = {
                metric, op, bound, value, state, reason AS gate_reason
         FROM (SELECT * EXCLUDE (reason), unnest(gates, recursive := true) FROM records)""",
     "runs": """
-        SELECT run_id, min(set) AS set, min(started) AS started, min(commit) AS commit, bool_or(dirty) AS dirty,
-               min(label) AS label, count(DISTINCT job) AS jobs, sum(seconds) AS seconds, sum(cpu_s) AS cpu_s,
+        SELECT run_id, min(plan) AS set, min(started) AS started, min(commit) AS commit, bool_or(dirty) AS dirty,
+               min(label) AS label, count(DISTINCT job) AS jobs,
+               max(epoch(started) + seconds) - min(epoch(started)) AS seconds, sum(cpu_s) AS cpu_s,
                count(*) FILTER (verdict = 'passed') AS passed, count(*) FILTER (verdict = 'skipped') AS skipped,
                count(*) FILTER (verdict NOT IN ('passed', 'skipped')) AS failed
         FROM records WHERE last GROUP BY run_id""",
@@ -48,6 +50,9 @@ VIEWS = {
 
 def records_table(runs: Path) -> pa.Table:
     """Return all records under ``runs``, one row each; ``last`` marks the last attempt of a job.
+
+    Shards that were gathered are one run, ``part`` is the shard's own name. ``plan`` is the set of the command, such as
+    negatives, where ``set`` is that of the parameters.
 
     Foreign and damaged files are left out, each with a line on stderr.
     """
@@ -58,6 +63,15 @@ def records_table(runs: Path) -> pa.Table:
         [_of_run(folder) for folder in sorted(runs.iterdir()) if (folder / "records").is_dir()] if runs.is_dir() else []
     )
     table = pa.concat_tables(tables)
+    plans = manifest.stored(runs)
+    nights = {part: plan.run_id for plan in plans for part in plan.parts}
+    sets = {plan.run_id: plan.set for plan in plans}
+    parts = table["run_id"].to_pylist()
+    run_ids = [nights.get(part, part) for part in parts]
+    named = [sets.get(run, name) for run, name in zip(run_ids, table["set"].to_pylist(), strict=True)]
+    table = table.set_column(table.column_names.index("run_id"), "run_id", pa.array(run_ids, pa.string()))
+    table = table.append_column("part", pa.array(parts, pa.string()))
+    table = table.append_column("plan", pa.array(named, pa.string()))
     newest: dict[tuple[str, str], int] = {}
     keys = list(zip(table["run_id"].to_pylist(), table["job"].to_pylist(), strict=True))
     attempts = table["attempt"].to_pylist()

@@ -24,7 +24,7 @@ import numpy as np
 
 from dsv4lib.lab.history import noise
 from dsv4lib.lab.history.noise import Values
-from dsv4lib.lab.history.series import BENCH, METRIC, NOT_JUDGED, TIME, At, History, Job, Series
+from dsv4lib.lab.history.series import BENCH, METRIC, NOT_JUDGED, OF_MACHINE, TIME, At, History, Job, Series
 from dsv4lib.lab.verdicts import Verdict
 
 WINDOW = 60  # runs that are looked at
@@ -64,6 +64,11 @@ class Finding:
     def of_sources(self) -> bool:
         """Tell whether sources differ between the two runs, as far as their commits say."""
         return self.last.shown != self.first.shown or not self.first.commit or bool(self.first.dirty)
+
+    @property
+    def counts(self) -> bool:
+        """Tell whether it makes `dsv4 trends` end with its own code: it got worse, and not at one commit by chance."""
+        return self.worse and (self.of_sources or self.kind in ("flaky", "vanished"))
 
     @property
     def since(self) -> str:
@@ -248,24 +253,23 @@ def _without(one: Series, found: Sequence[Finding]) -> Series:
 def _verdicts(job: Job, window: int) -> Iterator[Finding]:
     rows = job.verdicts[-window:]
     judged = [(at, verdict) for at, verdict, _ in rows if verdict not in NOT_JUDGED]
-    flaky: dict[str, dict[str, At]] = defaultdict(dict)
+    if len(judged) > 1 and judged[-1][1] in OF_MACHINE and judged[-2][1] == Verdict.PASSED:
+        judged.pop()  # a busy machine does that once; twice in a row it is told
+    of_commit: dict[str, dict[str, At]] = defaultdict(dict)
     for at, verdict in judged:
-        if at.commit and not at.dirty:
-            flaky[at.commit][verdict] = at
-    several = [verdicts for verdicts in flaky.values() if len(verdicts) > 1]
-    for verdicts in several:
+        if at.commit and not at.dirty and verdict not in OF_MACHINE:
+            of_commit[at.commit][verdict] = at
+    flaky = {commit: verdicts for commit, verdicts in of_commit.items() if len(verdicts) > 1}
+    for verdicts in flaky.values():
         ends = sorted(verdicts.values(), key=lambda at: at.run_id)
         note = " and ".join(sorted(verdicts))
         yield Finding("flaky", f"{job.name} in {job.set}", job.label, True, ends[0], ends[-1], len(ends), note=note)
-    if judged and judged[-1][1] != Verdict.PASSED and not several:
-        passed = [i for i, (_, verdict) in enumerate(judged) if verdict == Verdict.PASSED]
-        if passed:
-            i = passed[-1]
-            note = f"passed before, now {judged[-1][1]}"
-            yield Finding(
-                "failed", f"{job.name} in {job.set}", job.label, True, judged[i][0], judged[i + 1][0],
-                len(judged) - i - 1, note=note,
-            )  # fmt: skip
+    passed = [i for i, (_, verdict) in enumerate(judged) if verdict == Verdict.PASSED]
+    if passed and passed[-1] < len(judged) - 1:
+        last, first = judged[passed[-1]][0], judged[passed[-1] + 1][0]
+        if not (first.commit in flaky and last.commit == first.commit == judged[-1][0].commit):
+            note, runs = f"passed before, now {judged[-1][1]}", len(judged) - passed[-1] - 1
+            yield Finding("failed", f"{job.name} in {job.set}", job.label, True, last, first, runs, note=note)
     ran = [i for i, (_, verdict, _) in enumerate(rows) if verdict not in NOT_JUDGED]
     if ran and rows[-1][1] == Verdict.SKIPPED and ran[-1] < len(rows) - 1:
         last, first = rows[ran[-1]][0], rows[ran[-1] + 1][0]
@@ -280,35 +284,28 @@ def _vanished(history: History, window: int) -> Iterator[Finding]:
     for set_name, known in history.whole.items():
         whole = known[-window:]
         order = {at.run_id: i for i, (at, _) in enumerate(whole)}
-        seen: dict[str, set[int]] = defaultdict(set)
+        seen: dict[tuple[str, str], set[int]] = defaultdict(set)  # (check, gate or "") -> runs
+        names: dict[str, str] = {}
+        passed: set[str] = set()  # in the newest whole run
         for job in history.jobs:
-            if job.set != set_name:
-                continue
-            for at, verdict, gates in job.verdicts:
-                if at.run_id in order:
-                    seen[job.name].add(order[at.run_id])
-                    if verdict == Verdict.PASSED:
-                        for gate in gates:
-                            seen[f"{job.name}: gate {gate}"].add(order[at.run_id])
-        passed = {
-            (job.name, at.run_id) for job in history.jobs if job.set == set_name for at, v, _ in job.verdicts
-            if v == Verdict.PASSED
-        }  # fmt: skip
-        for what, runs in sorted(seen.items()):
+            for at, verdict, gates in job.verdicts if job.set == set_name else ():
+                if at.run_id not in order:
+                    continue
+                check = job.check or job.name
+                names[check] = job.name
+                seen[check, ""].add(order[at.run_id])
+                if verdict == Verdict.PASSED:
+                    for gate in gates:
+                        seen[check, gate].add(order[at.run_id])
+                    if order[at.run_id] == len(whole) - 1:
+                        passed.add(check)
+        for (check, gate), runs in sorted(seen.items()):
             last = max(runs)
             if last == len(whole) - 1 or whole[last + 1][1]:
                 continue
-            of_gate = ": gate " in what
-            if of_gate and (what.partition(": gate ")[0], whole[-1][0].run_id) not in passed:
+            if gate and check not in passed:
                 continue  # its notebook is gone, skipped or red, which has a finding of its own
-            note = "is no longer " + ("judged" if of_gate else "run")
-            yield Finding(
-                "vanished",
-                f"{what} in {set_name}",
-                "",
-                True,
-                whole[last][0],
-                whole[last + 1][0],
-                len(whole) - last - 1,
-                note=note,
-            )
+            what = f"{names[check]}: gate {gate}" if gate else names[check]
+            note = "is no longer " + ("judged" if gate else "run")
+            ends, since = (whole[last][0], whole[last + 1][0]), len(whole) - last - 1
+            yield Finding("vanished", f"{what} in {set_name}", "", True, *ends, since, note=note)

@@ -154,7 +154,7 @@ def run_gather(folders: Sequence[Path], wish: Wish, console: Console, root: Path
     came_to = outcome.Outcome(
         night.result,
         planned=night.result.manifest.planned,
-        missing=outcome.lost(night.result, night.stages, wish.accept_shrink),
+        missing=outcome.lost(night.result, night.stages, wish.accept_shrink) if night.result.manifest.whole else [],
         required=command.requirement(asked),
         known=outcome.known_flaky(night.result.records, excused.living(root)),
         flaky=_unsteady(night.result, console),

@@ -1,11 +1,13 @@
-"""Read the shards of one night as one run. Nothing of them is copied or changed: report and summary name their sources.
+"""Read the shards of one night as one run. Nothing of them is changed: report and summary name their sources.
 
-Shards may lie where they were run (a shared folder) or where they were brought to (artifacts of a CI job). They are of
-one night if plan, commit, sources, number of shards and the name of the night agree.
+Records of shards that lie elsewhere are copied to the run, so that the history has them. Shards may lie where they were
+run (a shared folder) or where they were brought to (artifacts of a CI job). They are of one night if plan, commit,
+sources, number of shards and the name of the night agree.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from dsv4lib.lab import records
 from dsv4lib.lab.nightly.shard import Shard
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.run import manifest, runner
+from dsv4lib.lab.run.files import read_own, write_atomic
 from dsv4lib.lab.run.manifest import Manifest
 from dsv4lib.lab.run.plan import Job
 
@@ -71,6 +74,9 @@ def gather(folders: Sequence[Path], night: str, out: Path) -> Gathered:
         night=first.night, digest=first.digest, planned=planned, parts=sorted(part.run_id for part in parts),
     )  # fmt: skip
     plan = plan.save(state="complete" if complete else "interrupted", executed=manifest.executed(ordered))
+    for part in parts:
+        if part.folder.parent.resolve() != out.resolve():
+            _copy_records(part.folder, plan.folder)
     sources = {part.run_id: part.folder for part in parts}
     stages = list(dict.fromkeys(job.stage for job in jobs.values()))
     return Gathered(runner.Result(plan, ordered, False), sources, stages, absent)
@@ -92,6 +98,13 @@ def found(folders: Iterable[Path]) -> list[Manifest]:
                 if one.folder.resolve().is_relative_to(here):
                     by_folder.setdefault(one.folder.resolve(), one)
     return sorted(by_folder.values(), key=lambda one: one.run_id)
+
+
+def _copy_records(source: Path, target: Path) -> None:
+    (target / "records").mkdir(exist_ok=True)
+    for file in sorted((source / "records").glob("*.parquet")):
+        with contextlib.suppress(OSError):
+            write_atomic(target / "records" / file.name, read_own(file, records.RECORD_BYTES, anybody=True))
 
 
 def _of_one_night(parts: Sequence[Manifest]) -> int:

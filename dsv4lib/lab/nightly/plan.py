@@ -19,6 +19,7 @@ from dsv4lib.lab.records import Record
 from dsv4lib.lab.run import plan
 from dsv4lib.lab.run.plan import Job
 from dsv4lib.lab.stage import Stage
+from dsv4lib.lab.verdicts import Verdict
 
 LONGEST_S = 30 * 86400.0
 NEVER = datetime.min.replace(tzinfo=UTC)
@@ -108,8 +109,9 @@ def budget(text: str) -> float:
 
 def oldest_first(jobs: Sequence[Job], records: Sequence[Record]) -> list[Job]:
     """Order jobs so that what was not executed for longest comes first: no budget leaves out the same ones forever."""
-    last: dict[str, datetime] = {}
+    last: dict[tuple[str, str], datetime] = {}
     for record in records:
-        if record.finished:
-            last[record.job] = max(record.started, last.get(record.job, NEVER))
-    return sorted(jobs, key=lambda job: last.get(job.name, NEVER))
+        if record.finished and record.verdict != Verdict.SKIPPED:
+            key = record.set, record.job
+            last[key] = max(record.started, last.get(key, NEVER))
+    return sorted(jobs, key=lambda job: last.get((job.set, job.name), NEVER))

@@ -28,7 +28,7 @@ from dsv4lib.lab.run.manifest import Manifest
 from dsv4lib.lab.verdicts import Verdict
 
 NAME = re.compile(r"(\d{8}T\d{6})\.\d{6}Z-[0-9a-f]{4}")
-KEPT = ("plan.json", "records", ".lock")
+KEPT = ("plan.json", "records", "records.parquet", ".lock")
 KEPT_PAGES = (summary.FILE, junit.FILE)
 LEAVING = ".leaving-"  # beginning of the name of a folder whose removal has begun
 
@@ -113,14 +113,18 @@ def started(folder: Path) -> datetime:
 
 
 def protected(stored: Sequence[Manifest]) -> set[str]:
-    """Return the runs that stay whatever the limits are: of each set the newest green one and the last baseline."""
+    """Return the runs that stay whatever the limits are: of each set the last baseline and the newest green run.
+
+    A whole one, where there is any: a green shard or single stage says little.
+    """
     by_set: dict[str, list[Manifest]] = {}
     for one in sorted(stored, key=lambda one: one.run_id, reverse=True):
         by_set.setdefault(one.set, []).append(one)
     safe: list[Manifest] = []
     for some in by_set.values():
         safe += [one for one in some if one.baseline][:1]
-        safe += [green for green in some if is_green(green)][:1]
+        greens = [one for one in some if is_green(one)]
+        safe += ([one for one in greens if one.whole] or greens)[:1]
     return {one.run_id for one in safe} | {part for one in safe for part in one.parts}
 
 
