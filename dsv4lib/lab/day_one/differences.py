@@ -1,8 +1,8 @@
 """Make a fake device differ: what a GPU might do otherwise than the emulator, and ways to fail.
 
 Each difference is named and changes one rule of the emulator, in the fake device's process alone; so it is known which
-forms must show it. Failures happen to probes that are named: ``flip:cp.128x256b``. "fault" is one of a kernel, "memory" of
-the machine.
+forms must show it. Failures happen to probes that are named: ``flip:cp.128x256b``. "fault" is one of a kernel,
+"memory" one of the machine.
 """
 
 from __future__ import annotations
