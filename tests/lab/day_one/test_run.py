@@ -82,11 +82,35 @@ def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [["--only=nothing*"], ["--fake", "--arch=sm_80"], ["--record"], ["--difference=flip:*"]]
-    + [["--fake", f"--difference={name}"] for name in ("other", "crash", "hang:", "refuse", "flip", "warp_pairs:x")],
+    + [["--fake", "--difference=other"]],
 )
 def test_bad_arguments(arguments: list[str], tmp_path: Path) -> None:
     assert dsv4(*arguments, "--fake" if "--only" in arguments[0] else f"--out={tmp_path}")[0] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wanted", ["other", "warp_pairs:x", *differences.FAILURES, "hang:"])
+def test_differences_that_would_do_nothing_are_refused(wanted: str) -> None:
+    with pytest.raises(ArgumentError, match="difference="):
+        differences.check(wanted)
+
+
+def test_a_run_on_a_gpu_packs_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this code alone, those of an earlier plan too; a driver of another version is another device."""
+    steps = [
+        Step(name, "command", name, 1.0, 60.0, command=(sys.executable, "-c", f"import sys; sys.exit({code})"))
+        for name, code in (("time.a", 0), ("time.b", 1))
+    ]
+    monkeypatch.setattr(plan, "steps", lambda arch, only=(): plan.chosen(steps, list(only)))
+    monkeypatch.setattr(gpu, "find", lambda: gpu.Gpu("NVIDIA B200", (10, 0), "13.0"))
+    path, options = tmp_path / "day_one.tar.gz", (f"--out={tmp_path}",)
+    assert dsv4("--only=time.b", *options)[0] == 1 and list(archive.read(path).commands) == ["time.b"]
+    assert dsv4("--only=time.a", *options)[0] == 1 and list(archive.read(path).commands) == ["time.a", "time.b"]
+    steps.pop()
+    assert dsv4(*options)[0] == 0 and list(archive.read(path).commands) == ["time.a"]
+    monkeypatch.setattr(gpu, "find", lambda: gpu.Gpu("NVIDIA B200", (10, 0), "13.1"))
+    code, said = dsv4(*options)
+    assert code == 2 and "another device" in said
 
 
 @pytest.mark.parametrize(
