@@ -1,10 +1,11 @@
 """Run every question that no GPU of ours has answered on one that can, and read what comes back.
 
 `./dsv4 day-one` makes one archive on a machine with a GPU, `./dsv4 day-one --read ARCHIVE` compares it anywhere.
+It has not run on a GPU yet: it is tested with a fake device and a fake driver, and its minutes are an estimate.
 
     forms.py      the questions, data/emulator/unconfirmed.csv
     probe.py      a micro-kernel: raw PTX, inputs from a seed, bytes out
-    tensor_probes.py, copy_probes.py, hopper_probes.py   the micro-kernels of SM100 and SM90
+    tensor_probes.py, copy_probes.py, register_probes.py   the micro-kernels of SM100 and SM90
     plan.py       steps with their estimated seconds
     worker.py     one step in a process of its own, on the GPU (gpu.py), or on a fake one (differences.py)
     runner.py     all steps, each with a time limit; a file a step, so that a run can go on

@@ -87,13 +87,23 @@ def _array(name: str, data: bytes, nbytes: int) -> np.ndarray:
     return np.frombuffer(rest, np.uint8)
 
 
-def pack(folder: Path, manifest: Mapping[str, Any], path: Path) -> int:
-    """Write the archive of a folder of results. Returns its bytes."""
+def pack(folder: Path, manifest: Mapping[str, Any], path: Path, commands: Mapping[str, str] | None = None) -> int:
+    """Write the archive of a folder of results.
+
+    Args:
+        folder: of a `runner.Runner`. manifest: its ``probes`` are packed. path: of the archive.
+        commands: codes by step; what has a result of another code is not packed.
+
+    Returns:
+        Bytes of the archive.
+    """
     members = {"manifest.json": json.dumps({**manifest, "format": FORMAT}, indent=1).encode()}
     for one in sorted((folder / runner.OUTPUTS).iterdir()):
-        if one.suffix in (".json", ".npz"):
+        if one.suffix in (".json", ".npz") and one.stem in manifest["probes"]:
             members[f"probes/{one.name}"] = one.read_bytes()
-    for step in sorted((folder / runner.FILES).iterdir()):
+    for step in map((folder / runner.FILES).joinpath, sorted(commands or {})):
+        if runner.command_code(step) != commands[step.name]:
+            continue
         for name in COMMAND_FILES:
             if (step / name).is_file():
                 members[f"commands/{step.name}/{name}"] = (step / name).read_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,14 @@ def show_plan(wish: Wish, console: Console) -> int:
     """Print the steps with their estimated seconds."""
     found = gpu.find()
     steps = plan.steps(wish.arch or (found.arch if found else None) or "sm_100a", wish.only)
+    proven = "" if reading.recordings() else "; it has not run on a GPU yet"
     table = Table("step", "what", "seconds", "runs")
     for step in steps:
         runs = step.skipped or (f"{len(step.probes)} micro-kernels" if step.probes else "a command")
         table.add_row(step.name, escape(step.about), f"{step.seconds:.0f}", escape(runs))
     console.print(table)
-    console.print(f"{len(steps)} steps, about {sum(step.seconds for step in steps) / 60:.0f} minutes with a GPU")
+    minutes = sum(step.seconds for step in steps) / 60
+    console.print(f"{len(steps)} steps, about {minutes:.0f} minutes with a GPU (an estimate{proven})", soft_wrap=True)
     return 0
 
 
@@ -67,10 +69,11 @@ def run(wish: Wish, console: Console, runs: Path) -> int:
     """Run the steps, write the archive and say what it shows.
 
     Returns:
-        0; 1 where a probe differs in meaning or failed, or a command failed.
+        0; 1 where a probe differs in meaning or failed, or a command failed, or the run had to stop.
 
     Raises:
         MissingGpu: no GPU of the lab's, and no ``fake``.
+        ArgumentError: the folder has results of another device.
     """
     for name in wish.differences:
         differences.check(name)
@@ -78,20 +81,25 @@ def run(wish: Wish, console: Console, runs: Path) -> int:
         raise ArgumentError("difference", wish.differences[0], "with --fake alone: a GPU differs by itself")
     found = None if wish.fake else _gpu(wish.arch)
     arch = wish.arch or (found.arch if found else "sm_100a")
-    steps = plan.steps(arch, wish.only)
+    every = plan.steps(arch)
+    steps = plan.chosen(every, wish.only)
     folder = wish.out or runs / ("day_one_fake" if wish.fake else "day_one") / arch
     folder.mkdir(parents=True, exist_ok=True)
     if wish.fresh:
         runner.fresh(folder)
     running = runner.Runner(
-        folder, fake=wish.differences if wish.fake else None, tell=lambda line: console.print(escape(line))
+        folder,
+        fake=wish.differences if wish.fake else None,
+        gpu={"name": found.name, "cuda": found.cuda} if found else {},
+        tell=lambda line: console.print(escape(line)),
     )
-    running.run(steps)
+    whole = running.run(steps)
     path = folder / ARCHIVE
-    size = archives.pack(folder, manifest(arch, found, wish, steps), path)
+    codes = {step.name: runner.code_of(step) for step in every if step.kind == "command"}
+    size = archives.pack(folder, manifest(arch, found, wish, steps, running.finished(arch)), path, codes)
     code = read(path, Wish(figure=wish.figure), console)
     console.print(f"archive: {os.path.relpath(path)} ({size / 1e6:.1f} MB)", soft_wrap=True)
-    return code
+    return code if whole else 1
 
 
 def _gpu(arch: str) -> gpu.Gpu:
@@ -107,9 +115,16 @@ def _gpu(arch: str) -> gpu.Gpu:
     return found
 
 
-def manifest(arch: str, found: gpu.Gpu | None, wish: Wish, steps: Sequence[plan.Step]) -> dict[str, Any]:
-    """What the archive says of the machine and the plan: no host, user or path."""
+def manifest(
+    arch: str, found: gpu.Gpu | None, wish: Wish, steps: Sequence[plan.Step], finished: Iterable[str] = ()
+) -> dict[str, Any]:
+    """What the archive says of the machine and the plan: no host, user or path.
+
+    Args:
+        arch, found, wish: of this run. steps: of its plan. finished: probes with a result, of earlier plans too.
+    """
     revision = env.revision()
+    probes = dict.fromkeys([*(name for step in steps for name in step.probes), *finished])
     return {
         "arch": arch,
         "gpu": found.name if found else "fake device",
@@ -120,7 +135,7 @@ def manifest(arch: str, found: gpu.Gpu | None, wish: Wish, steps: Sequence[plan.
         "fingerprint": env.source_fingerprint(),
         "commit": revision.commit,
         "versions": env.versions(),
-        "probes": [name for step in steps for name in step.probes],
+        "probes": list(probes),
         "steps": [{"name": step.name, "kind": step.kind, "skipped": step.skipped} for step in steps],
     }
 

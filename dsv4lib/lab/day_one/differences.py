@@ -1,7 +1,8 @@
 """Make a fake device differ: what a GPU might do otherwise than the emulator, and ways to fail.
 
 Each difference is named and changes one rule of the emulator, in the fake device's process alone; so it is known which
-forms must show it. "crash", "hang", "refuse" and "flip" happen to probes that are named: ``flip:cp.128x256b``.
+forms must show it. Failures happen to probes that are named: ``flip:cp.128x256b``. "fault" is one of a kernel,
+"memory" one of the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.lab.day_one.gpu import GpuError
+from dsv4lib.lab.day_one.gpu import OUT_OF_MEMORY, GpuError
 from dsv4lib.lab.day_one.probe import Emulated, Probe
 
 Patch = contextlib.AbstractContextManager
@@ -107,16 +108,17 @@ RULES: dict[str, Callable[[], Patch]] = {
     "base_offset": _base_offset,
     "truncated_sums": _truncated,
 }
-FAILURES = ("crash", "hang", "refuse", "flip")
+FAILURES = ("crash", "hang", "refuse", "fault", "memory", "flip")
 
 
 def check(wanted: str) -> str:
     """Check the name of a difference.
 
     Raises:
-        ArgumentError: no such rule or failure.
+        ArgumentError: no such rule or failure, or a failure that names no probes.
     """
-    if wanted not in RULES and wanted.partition(":")[0] not in FAILURES:
+    kind, _, names = wanted.partition(":")
+    if wanted not in RULES and not (kind in FAILURES and names):
         allowed = f"one of {', '.join(RULES)}, or {', '.join(FAILURES)} with the names of probes: flip:cp.*"
         raise ArgumentError("difference", wanted, allowed)
     return wanted
@@ -156,4 +158,9 @@ class Fake:
         if kind == "hang":
             time.sleep(3600)
         if kind == "refuse":
-            raise GpuError(f"cuModuleLoadDataEx: CUDA_ERROR_INVALID_PTX (218): {probe.name} is not for this GPU")
+            said = f"cuModuleLoadDataEx: CUDA_ERROR_INVALID_PTX (218): {probe.name} is not for this GPU"
+            raise GpuError(said, "cuModuleLoadDataEx", 218)
+        if kind == "fault":
+            raise GpuError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)", "cuCtxSynchronize", 700)
+        if kind == "memory":
+            raise GpuError("cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY (2)", "cuMemAlloc_v2", OUT_OF_MEMORY)

@@ -18,8 +18,31 @@ LOG = 4096
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 
+OUT_OF_MEMORY = 2  # CUresult
+REFUSING = ("cuModuleLoadDataEx", "cuModuleGetFunction", "cuLaunchKernel")
+LAUNCHED = ("cuCtxSynchronize", "cuMemcpyDtoH_v2", "cuMemFree_v2", "cuModuleUnload")  # these tell of a kernel's fault
+
+
 class GpuError(DSV4Error, RuntimeError):
-    """The driver refused a call; the message names the call and the driver's error."""
+    """A call of the driver failed; the message names the call and the driver's error.
+
+    Args:
+        message: in words. name: of the call, "" if it is none. code: CUresult.
+    """
+
+    def __init__(self, message: str, name: str = "", code: int = 0):
+        super().__init__(message)
+        self.name, self.code = name, code
+
+    @property
+    def refused(self) -> bool:
+        """Whether the driver refuses the kernel."""
+        return self.name in REFUSING and self.code != OUT_OF_MEMORY
+
+    @property
+    def faulted(self) -> bool:
+        """Whether the kernel failed while it ran; else, if it is not refused either, the kernel is not to blame."""
+        return self.name in LAUNCHED and self.code != OUT_OF_MEMORY
 
 
 @dataclass(frozen=True)
@@ -63,7 +86,7 @@ class Driver:
         if code:
             text = ctypes.c_char_p()
             self.library.cuGetErrorName(code, ctypes.byref(text))
-            raise GpuError(f"{name}: {(text.value or b'').decode() or 'error'} ({code})")
+            raise GpuError(f"{name}: {(text.value or b'').decode() or 'error'} ({code})", name, code)
 
     def describe(self) -> Gpu:
         """What the first GPU is."""
@@ -88,7 +111,7 @@ class Driver:
         """Compile and launch a probe; its output.
 
         Raises:
-            GpuError: with the compiler's messages where it refuses the PTX.
+            GpuError: which call failed, with the compiler's messages where it refuses the PTX.
         """
         module, function = self._module(probe.ptx), POINTER()
         self.call("cuModuleGetFunction", ctypes.byref(function), module, b"k")
@@ -116,7 +139,7 @@ class Driver:
             self.call("cuModuleLoadDataEx", ctypes.byref(module), ptx.encode() + b"\0", 2, options, values)
         except GpuError as error:
             said = " ".join(log.value.decode(errors="replace").split())
-            raise GpuError(f"{error}: {said}" if said else str(error)) from error
+            raise GpuError(f"{error}: {said}" if said else str(error), error.name, error.code) from error
         return module
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.stage import runs_folder
+
+if TYPE_CHECKING:
+    from dsv4lib.lab.day_one.command import Wish
 
 
 def day_one(
@@ -49,10 +52,30 @@ def day_one(
         record=record,
         into=into,
     )
-    if (record or into) and read is None:
-        raise ArgumentError("record", record, "with --read ARCHIVE")
+    check(wish, plan, read)
     if plan:
         raise typer.Exit(command.show_plan(wish, console))
     if read is not None:
         raise typer.Exit(command.read(read, wish, console))
     raise typer.Exit(command.run(wish, console, runs_folder()))
+
+
+def check(wish: Wish, plan: bool, read: Path | None) -> None:
+    """Refuse options that would be ignored.
+
+    Raises:
+        ArgumentError: of the first of them.
+    """
+    if read is None:
+        if wish.record or wish.into is not None:
+            raise ArgumentError("record", wish.record, "with --read ARCHIVE")
+        return
+    if plan:
+        raise ArgumentError("plan", plan, "without --read: an archive has no steps left to show")
+    of_run = ("only", "arch", "fake", "fresh", "out")
+    given = {**{name: getattr(wish, name) for name in of_run}, "difference": wish.differences}
+    for name, value in given.items():
+        if value:
+            raise ArgumentError(name, str(value), "without --read: it is of a run, and an archive is read whole")
+    if wish.into is not None and not wish.record:
+        raise ArgumentError("into", str(wish.into), "with --record: nothing else is written there")

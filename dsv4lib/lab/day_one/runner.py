@@ -2,6 +2,7 @@
 
 A crash or a hang ends one probe or one command, never the rest. What has a result of the same code is not run again;
 what was started in two runs and has none is taken to have ended them (a GPU or a machine can go down with a kernel).
+A folder is of one device, which `DEVICE` names: no result of an emulator or another GPU is ever taken for this one's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4lib import env
+from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab.day_one import forms, plan, worker
 from dsv4lib.lab.day_one.plan import Step
 from dsv4lib.lab.day_one.worker import CRASHED, HUNG, RAN
@@ -31,12 +33,21 @@ from dsv4lib.lab.run.files import write_atomic
 FAILED = "failed"  # of a command: it ended with another exit code than 0
 ABSENT = "absent"  # of a command: there is nothing for it to do here, as it says itself
 ABSENT_CODES = (20, 21)  # everything was skipped or nothing timed; no Nsight Compute
+AGAIN = (FAILED, HUNG, CRASHED)  # of a command: run again while it has starts left
 STARTS = 2  # of a probe or command without a result
 POLL_S = 0.05
 WORKER_S = 90.0  # until a worker has started its first probe
 TAIL = 2000  # characters of a command's output
 FILE_BYTES = 8 << 20
+KILL_S = 10.0  # until a killed process is gone
 OUTPUTS, FILES = "probes", "commands"
+DEVICE = "device.json"  # whose results a folder holds
+RECORDS = "records.json"
+UNABLE = "unable"  # of a worker: the machine failed, no probe did
+
+
+class Stuck(DSV4Error):
+    """A process that does not end when it is killed: the driver holds it, and the GPU is not to be used again."""
 
 
 @dataclass
@@ -45,38 +56,54 @@ class Runner:
 
     Attributes:
         folder: of the results. fake: differences of the fake device, None: the GPU.
+        gpu: what tells it from others (name, driver); of a fake its differences do.
         tell: is called with a line for each step. limit_s: of a probe, instead of the step's.
     """
 
     folder: Path
     fake: list[str] | None = None
+    gpu: dict[str, str] = field(default_factory=dict)
     tell: Callable[[str], None] = print
     limit_s: float | None = None
     _known: dict[str, Any] = field(default_factory=dict)
+    _device: str = ""
 
     def __post_init__(self) -> None:
+        device = {"gpu": self.gpu} if self.fake is None else {"fake": sorted(self.fake)}
+        claim(self.folder, device)
+        self._device = hashlib.sha256(json.dumps(device, sort_keys=True).encode()).hexdigest()[:16]
         for name in (OUTPUTS, FILES):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._known = {probe.name: probe for probe in forms.probes()}
 
-    def run(self, steps: list[Step]) -> None:
-        """Run all steps in order."""
+    def run(self, steps: list[Step]) -> bool:
+        """Run all steps in order. False if a process that cannot be killed stopped the run."""
         for number, step in enumerate(steps, 1):
             start = time.monotonic()
             if step.skipped or (step.kind == "command" and self.fake is not None):
                 said = f"skipped: {step.skipped or 'it needs a GPU'}"
-            elif step.kind == "probes":
-                said = self._probes(step)
             else:
-                said = self._command(step)
+                try:
+                    said = self._probes(step) if step.kind == "probes" else self._command(step)
+                except Stuck as error:
+                    self.tell(f"[{number}/{len(steps)}] {step.name}: the run stops here: {error}")
+                    return False
             self.tell(f"[{number}/{len(steps)}] {step.name}: {said} ({time.monotonic() - start:.1f} s)")
+        return True
 
     # --- probes -----------------------------------------------------------------------------------------------------
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """The result of a probe, None if it has none for this code."""
+        """The result of a probe, None if it has none for this code and device."""
         found = _read(self.folder / OUTPUTS / f"{name}.json")
-        return found if found is not None and found.get("code") == self._known[name].digest else None
+        return found if found is not None and found.get("key") == self._key(name) else None
+
+    def finished(self, arch: str) -> list[str]:
+        """Names of all probes of an architecture that have a result."""
+        return [name for name, probe in self._known.items() if probe.arch == arch and self.result(name) is not None]
+
+    def _key(self, name: str) -> str:
+        return worker.key(self._known[name], self._device)
 
     def _probes(self, step: Step) -> str:
         limit = self.limit_s or step.limit_s
@@ -87,10 +114,19 @@ class Runner:
                 self._ended(name, CRASHED, f"{STARTS} runs ended while it ran")
         while left := [name for name in left if self.result(name) is None]:
             before = {name: self._starts(name) for name in left}
-            status, detail = self._work(left, limit)
+            try:
+                status, detail = self._work(left, limit)
+            except Stuck as error:
+                begun = (name for name in left if self.result(name) is None and self._starts(name) > before[name])
+                if (running := next(begun, None)) is not None:
+                    self._ended(running, HUNG, str(error))
+                raise
             running = next((name for name in left if self.result(name) is None), None)
             if running is None:
                 break
+            if status == UNABLE:
+                rest = sum(self.result(name) is None for name in left)
+                return f"stopped ({detail.splitlines()[-1]}): {rest} of them have no result, call again"
             if status != RAN:
                 if self._starts(running) == before[running]:
                     last = detail.splitlines()[-1:] or ["no word of it"]
@@ -102,10 +138,10 @@ class Runner:
 
     def _starts(self, name: str) -> int:
         """How often a probe was started without a result."""
-        return worker.starts(worker.started(self.folder / OUTPUTS, name), self._known[name].digest)
+        return worker.starts(worker.started(self.folder / OUTPUTS, name), self._key(name))
 
     def _ended(self, name: str, status: str, detail: str) -> None:
-        found = worker.result(self._known[name], status, detail=scrub(detail, env.root()))
+        found = worker.result(self._known[name], status, detail=scrub(detail, env.root()), device=self._device)
         worker.write(self.folder / OUTPUTS, found)
 
     def _work(self, names: list[str], limit: float) -> tuple[str, str]:
@@ -125,6 +161,8 @@ class Runner:
             text = said.read().decode(errors="replace").strip()[-TAIL:]
             if process.returncode < 0:
                 return CRASHED, f"ended by {signal.Signals(-process.returncode).name}"
+            if process.returncode == worker.UNABLE:
+                return UNABLE, text or "no word of it"
             undone = all(self.result(name) is None for name in names)
             return (CRASHED, text) if process.returncode or undone else (RAN, text)
 
@@ -132,26 +170,33 @@ class Runner:
         paths = os.pathsep.join(filter(None, [str(env.package().parent), os.environ.get("PYTHONPATH", "")]))
         found = {name: value for name, value in os.environ.items() if name != worker.FAKE}
         fake = {} if self.fake is None else {worker.FAKE: json.dumps(self.fake)}
-        return {**found, "PYTHONPATH": paths, **fake}
+        return {**found, "PYTHONPATH": paths, worker.DEVICE: self._device, **fake}
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _command(self, step: Step) -> str:
         folder = self.folder / FILES / step.name
-        path, code = folder / "result.json", _code(step)
-        found = _read(path)
-        if found is not None and found.get("code") == code:
-            return f"{found['status']} before"
-        folder.mkdir(parents=True, exist_ok=True)
+        path, code = folder / "result.json", code_of(step)
         mark = folder / "started"
         before = worker.starts(mark, code)
+        found = _read(path)
+        if found is not None and found.get("code") == code:
+            if found.get("status") not in AGAIN or before >= STARTS:
+                return f"{found['status']} before"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (*plan.KEPT, RECORDS):  # no table of an earlier run stays beside this one's result
+            (folder / name).unlink(missing_ok=True)
+        stuck = None
         if before >= STARTS:
             status, detail, seconds = CRASHED, f"{STARTS} runs ended while it ran", 0.0
         else:
             worker.start(mark, code)
             start = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="dsv4-day-one-") as out:
-                status, detail = self._call(step, out)
+                try:
+                    status, detail = self._call(step, out)
+                except Stuck as error:
+                    status, detail, stuck = HUNG, str(error), error
                 seconds = time.monotonic() - start
                 self._keep(Path(out), folder)
         found = {
@@ -162,6 +207,8 @@ class Runner:
             "code": code,
         }
         write_atomic(path, json.dumps(found, indent=1).encode())
+        if stuck is not None:
+            raise stuck
         return status
 
     def _call(self, step: Step, out: str) -> tuple[str, str]:
@@ -191,12 +238,18 @@ class Runner:
             fields = ("stage", "set", "backend", "verdict", "reason", "metrics", "seconds", "cpu_s")
             found = [{name: getattr(one, name) for name in fields} for one in records.load(out)]
             text = scrub(json.dumps(found, indent=1, default=str), env.root())
-            write_atomic(folder / "records.json", text.encode())
+            write_atomic(folder / RECORDS, text.encode())
 
 
-def _code(step: Step) -> str:
+def code_of(step: Step) -> str:
+    """What a command's result is kept under: its arguments and the lab's code."""
     text = json.dumps([step.command[1:], env.source_fingerprint()])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def command_code(folder: Path) -> str | None:
+    """The code that a command's folder has a result of."""
+    return (_read(folder / "result.json") or {}).get("code")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -208,7 +261,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _started(command: list[str], said: Any, environment: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """A process in a session of its own; whatever happens, it and its children end with the block."""
+    """A process in a session of its own; whatever happens, it and its children end with the block.
+
+    Raises:
+        Stuck: it does not end.
+    """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
     )
@@ -217,10 +274,32 @@ def _started(command: list[str], said: Any, environment: dict[str, str]) -> Iter
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            process.wait(timeout=KILL_S)
+        except subprocess.TimeoutExpired:
+            raise Stuck(f"a process still runs {KILL_S:g} s after SIGKILL, reset the GPU or the machine") from None
 
 
 def fresh(folder: Path) -> None:
     """Forget earlier results."""
     for name in (OUTPUTS, FILES):
         shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / DEVICE).unlink(missing_ok=True)
+
+
+def claim(folder: Path, device: dict[str, Any]) -> None:
+    """Make a folder a device's.
+
+    Raises:
+        ArgumentError: it has results of another device, or of one that it does not name.
+    """
+    path = folder / DEVICE
+    kept = any(any((folder / name).glob("*")) for name in (OUTPUTS, FILES))
+    if path.exists() or kept:
+        before = _read(path)
+        if before == device:
+            return
+        of = "a device that it does not name" if before is None else f"another device, {json.dumps(before)}"
+        raise ArgumentError("out", str(folder), f"its results are of {of}: another folder, or --fresh to forget them")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(device).encode())

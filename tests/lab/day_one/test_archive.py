@@ -22,6 +22,7 @@ from dsv4lib.lab.day_one.reading import DAMAGED, SAME, compare
 
 PROBE = next(probe for probe in forms.probes() if probe.name == "shift.lane32")
 MANIFEST = {"arch": "sm_100a", "gpu": "NVIDIA B200", "probes": [PROBE.name], "fake": None}
+COMMANDS = {"time.mhc": "c"}
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     worker.write(made / "probes", worker.result(PROBE, worker.RAN, out=digest(out)))
     command = made / "commands" / "time.mhc"
     command.mkdir()
-    (command / "result.json").write_text(json.dumps({"status": "ran", "detail": ""}))
+    (command / "result.json").write_text(json.dumps({"status": "ran", "detail": "", "code": "c"}))
     (command / "rows.csv").write_text("op,shape\n")
     (command / "private.txt").write_text("never sent")
     return made
@@ -54,18 +55,24 @@ def packed(tmp_path: Path, members: dict[str, bytes | tarfile.TarInfo]) -> Path:
 
 
 def test_what_is_packed_is_read(folder: Path, tmp_path: Path) -> None:
-    archive.pack(folder, MANIFEST, tmp_path / "a.tar.gz")
+    archive.pack(folder, MANIFEST, tmp_path / "a.tar.gz", COMMANDS)
     found = archive.read(tmp_path / "a.tar.gz")
     assert found.manifest["gpu"] == "NVIDIA B200"
     assert set(found.commands["time.mhc"]) == {"result.json", "rows.csv"}
     assert [one.verdict for one in compare(found)] == [SAME]
 
 
+def test_only_commands_of_this_code_are_packed(folder: Path, tmp_path: Path) -> None:
+    for commands, packed_ones in (({"time.mhc": "other"}, set()), ({}, set()), (COMMANDS, {"time.mhc"})):
+        archive.pack(folder, MANIFEST, tmp_path / "a.tar.gz", commands)
+        assert set(archive.read(tmp_path / "a.tar.gz").commands) == packed_ones
+
+
 def test_an_archive_names_no_host_user_path_or_time(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
-    archive.pack(folder, MANIFEST, path)
+    archive.pack(folder, MANIFEST, path, COMMANDS)
     first = path.read_bytes()
-    archive.pack(folder, MANIFEST, path)
+    archive.pack(folder, MANIFEST, path, COMMANDS)
     assert path.read_bytes() == first
     with tarfile.open(path) as tar:
         assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in tar} == {(0, 0, "", "", 0)}
@@ -146,7 +153,7 @@ def test_what_is_no_archive_is_refused(data: bytes, tmp_path: Path) -> None:
 
 def test_a_cut_archive_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
-    archive.pack(folder, MANIFEST, path)
+    archive.pack(folder, MANIFEST, path, COMMANDS)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ArchiveError, match="whole|early"):
         archive.read(path)
@@ -200,6 +207,6 @@ def test_a_damaged_output_is_said_and_ends_nothing(what: str, folder: Path, tmp_
         place.unlink()
     else:
         place.write_bytes(OUTPUTS[what])
-    archive.pack(folder, MANIFEST, tmp_path / "a.tar.gz")
+    archive.pack(folder, MANIFEST, tmp_path / "a.tar.gz", COMMANDS)
     (found,) = compare(archive.read(tmp_path / "a.tar.gz"))
     assert found.verdict == DAMAGED and PROBE.name in found.detail

@@ -22,7 +22,7 @@ class Library:
         self.capability, self.refuses = capability, refuses
         self.memory: dict[int, Any] = {}
         self.launched: list[tuple[int, ...]] = []
-        self.ptx = ""
+        self.ptx, self.code = "", 218
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -32,7 +32,7 @@ class Library:
             if name == self.refuses:
                 if name == "cuModuleLoadDataEx":
                     ctypes.memmove(args[4][0], b"ptxas says no\0", 14)
-                return 218
+                return self.code
             getattr(self, f"do_{name}", lambda *args: None)(*args)
             return 0
 
@@ -118,14 +118,34 @@ def test_a_probe_is_launched_with_its_inputs(name: str, library: Library) -> Non
     assert library.memory == {}
 
 
-@pytest.mark.parametrize("refuses", ["cuModuleLoadDataEx", "cuLaunchKernel", "cuCtxSynchronize"])
-def test_a_refusal_is_a_result_with_the_drivers_words(refuses: str, library: Library, tmp_path: Any) -> None:
+FAILING = {
+    "cuModuleLoadDataEx": worker.REFUSED,
+    "cuModuleGetFunction": worker.REFUSED,
+    "cuLaunchKernel": worker.REFUSED,
+    "cuCtxSynchronize": worker.CRASHED,
+    "cuMemcpyDtoH_v2": worker.CRASHED,
+}
+
+
+@pytest.mark.parametrize("refuses", FAILING)
+def test_a_failure_is_a_result_with_the_drivers_words(refuses: str, library: Library, tmp_path: Any) -> None:
     library.refuses = refuses
     worker.run(tmp_path, ["shift.lane32", "shift.lane0"], gpu.Driver())
     found = (tmp_path / "shift.lane32.json").read_text()
-    assert f'"{worker.REFUSED}"' in found and f"{refuses}: CUDA_ERROR_218 (218)" in found
+    assert f'"{FAILING[refuses]}"' in found and f"{refuses}: CUDA_ERROR_218 (218)" in found
     assert ("ptxas says no" in found) == (refuses == "cuModuleLoadDataEx")
     assert not (tmp_path / "shift.lane0.json").exists(), "after an error the context is not used again"
+
+
+@pytest.mark.parametrize(
+    ("refuses", "code"), [("cuMemAlloc_v2", 2), ("cuMemcpyHtoD_v2", 218), ("cuModuleLoadDataEx", 2)]
+)
+def test_a_failure_of_the_machine_blames_no_probe(refuses: str, code: int, library: Library, tmp_path: Any) -> None:
+    library.refuses, library.code = refuses, code
+    with pytest.raises(gpu.GpuError, match=f"{refuses}.*{code}"):
+        worker.run(tmp_path, ["shift.lane32"], gpu.Driver())
+    assert not (tmp_path / "shift.lane32.json").exists()
+    assert worker.starts(worker.started(tmp_path, "shift.lane32"), PROBES["shift.lane32"].digest) == 0
 
 
 def test_a_worker_writes_what_the_gpu_gave(library: Library, tmp_path: Any) -> None:

@@ -74,7 +74,8 @@ def test_the_plan_is_about_ten_minutes(arch: str) -> None:
 
 def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
     code, said = dsv4("--plan", "--arch=sm_100a", f"--out={tmp_path}", "--only=form.*")
-    assert code == 0 and "scale_columns" in said and "a B200 does not have it" in said
+    assert code == 0 and "an estimate; it has not run on a GPU yet" in said
+    assert "scale_columns" in said and "a B200 does not have it" in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,6 +87,114 @@ def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
 def test_bad_arguments(arguments: list[str], tmp_path: Path) -> None:
     assert dsv4(*arguments, "--fake" if "--only" in arguments[0] else f"--out={tmp_path}")[0] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wanted", ["other", "warp_pairs:x", *differences.FAILURES, "hang:"])
+def test_differences_that_would_do_nothing_are_refused(wanted: str) -> None:
+    with pytest.raises(ArgumentError, match="difference="):
+        differences.check(wanted)
+
+
+def test_a_run_on_a_gpu_packs_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this code alone, those of an earlier plan too; a driver of another version is another device."""
+    steps = [
+        Step(name, "command", name, 1.0, 60.0, command=(sys.executable, "-c", f"import sys; sys.exit({code})"))
+        for name, code in (("time.a", 0), ("time.b", 1))
+    ]
+    monkeypatch.setattr(plan, "steps", lambda arch, only=(): plan.chosen(steps, list(only)))
+    monkeypatch.setattr(gpu, "find", lambda: gpu.Gpu("NVIDIA B200", (10, 0), "13.0"))
+    path, options = tmp_path / "day_one.tar.gz", (f"--out={tmp_path}",)
+    assert dsv4("--only=time.b", *options)[0] == 1 and list(archive.read(path).commands) == ["time.b"]
+    assert dsv4("--only=time.a", *options)[0] == 1 and list(archive.read(path).commands) == ["time.a", "time.b"]
+    steps.pop()
+    assert dsv4(*options)[0] == 0 and list(archive.read(path).commands) == ["time.a"]
+    monkeypatch.setattr(gpu, "find", lambda: gpu.Gpu("NVIDIA B200", (10, 0), "13.1"))
+    code, said = dsv4(*options)
+    assert code == 2 and "another device" in said
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--plan", "--fake", "--fresh", "--out=x", "--difference=flip:*", "--only=shift.*", "--arch=sm_100a", "--into=x"],
+)
+def test_what_reading_would_ignore_is_refused(option: str, tmp_path: Path) -> None:
+    """The file is no archive: an option that got past the check would say so."""
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    code, said = dsv4(f"--read={tmp_path / 'a.tar.gz'}", option)
+    assert code == 2 and f"{option.strip('-').partition('=')[0]}=" in said and "not allowed" in said
+
+
+def test_a_folder_is_of_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an emulator or another GPU gave is never a GPU's, nor one fake device's another's."""
+    options = ("--only=shift.lane32", f"--out={tmp_path}")
+    assert dsv4("--fake", *options)[0] == 0
+    code, said = dsv4("--fake", "--difference=flip:shift.*", *options)
+    assert code == 2 and "--fresh" in said and "another device" in said
+    monkeypatch.setattr(gpu, "find", lambda: gpu.Gpu("NVIDIA B200", (10, 0), "13.0"))
+    assert dsv4(*options)[0] == 2 and archive.read(tmp_path / "day_one.tar.gz").manifest["fake"] == []
+    runner.fresh(tmp_path)
+    names = {"name": "NVIDIA B200", "cuda": "13.0"}
+    runner.Runner(tmp_path, gpu=names)
+    runner.Runner(tmp_path, gpu=dict(names))
+    for other in ({**names, "name": "NVIDIA H200"}, {**names, "cuda": "13.1"}):
+        with pytest.raises(ArgumentError, match="another device"):
+            runner.Runner(tmp_path, gpu=other)
+    (tmp_path / runner.OUTPUTS / "x.json").write_text("{}")
+    (tmp_path / runner.DEVICE).unlink()
+    with pytest.raises(ArgumentError, match="does not name"):
+        runner.Runner(tmp_path, gpu=names)
+
+
+def test_results_are_kept_under_their_device(tmp_path: Path) -> None:
+    """Were the folder's file changed, a fake's results would still not be another's."""
+    probe = next(probe for probe in forms.probes() if probe.name == "shift.lane32")
+    for fake, device in (([], "fake"), (["flip:shift.*"], "flips"), (None, "GPU")):
+        running = runner.Runner(tmp_path / device, fake=fake)
+        worker.write(tmp_path / device / runner.OUTPUTS, worker.result(probe, "ran", device=running._device))
+        assert running.result(probe.name)["status"] == "ran" and running.finished("sm_100a") == [probe.name]
+        assert running.finished("sm_90a") == []
+    first, second = (tmp_path / device / runner.OUTPUTS / f"{probe.name}.json" for device in ("fake", "flips"))
+    second.write_bytes(first.read_bytes())
+    assert runner.Runner(tmp_path / "flips", fake=["flip:shift.*"]).result(probe.name) is None
+
+
+def test_a_later_plan_does_not_narrow_the_archive(tmp_path: Path) -> None:
+    for name in ("shift.lane0", "shift.lane32"):
+        assert dsv4("--fake", f"--only={name}", f"--out={tmp_path}")[0] == 0
+    assert {n: one.verdict for n, one in verdicts(tmp_path).items()} == dict.fromkeys(
+        ("shift.lane0", "shift.lane32"), reading.SAME
+    )
+
+
+def test_a_fault_is_a_crash_and_want_of_memory_no_result(tmp_path: Path) -> None:
+    lines: list[str] = []
+    fake = ["fault:shift.lane0", "memory:shift.lane32"]
+    running = runner.Runner(tmp_path, fake=fake, tell=lines.append)
+    for _ in range(runner.STARTS + 1):
+        running.run(plan.steps("sm_100a", ["shift.lane0", "shift.lane32"]))
+    assert running.result("shift.lane0")["status"] == "crashed" and running.result("shift.lane32") is None
+    assert all("OUT_OF_MEMORY" in line and "1 of them have no result, call again" in line for line in lines)
+
+
+def test_a_process_that_outlives_its_kill_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals are kept from the processes, as a driver that holds them would."""
+    kill, left = os.killpg, []
+    monkeypatch.setattr(runner.os, "killpg", lambda pid, sent: left.append(pid))
+    monkeypatch.setattr(runner, "KILL_S", 0.2)
+    sleeping = Step("time.x", "command", "", 1.0, 0.5, command=(sys.executable, "-c", COMMANDS["hung"]))
+    lines: list[str] = []
+    running = runner.Runner(tmp_path, tell=lines.append)
+    hanging = runner.Runner(tmp_path / "fake", fake=["hang:shift.*"], tell=lines.append, limit_s=1.0)
+    try:
+        assert not running.run([sleeping, sleeping])
+        assert not hanging.run(plan.steps("sm_100a", ["form.shift"]) * 2)
+    finally:
+        for pid in left:
+            kill(pid, signal.SIGKILL)
+    assert len(lines) == len(left) == 2 and all("the run stops here" in line and "SIGKILL" in line for line in lines)
+    assert json.loads((tmp_path / runner.FILES / "time.x" / "result.json").read_text())["status"] == "hung"
+    (name,) = hanging.finished("sm_100a")
+    assert hanging.result(name)["status"] == "hung"
 
 
 def test_parts_are_chosen_by_name() -> None:
@@ -145,11 +254,10 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     hanging = [*command, "--difference=hang:shift.lane32"]
     place = tmp_path / runner.OUTPUTS
     mark, first = place / "shift.lane32.started", place / "shift.lane0.json"
-    digest = next(probe.digest for probe in forms.probes() if probe.name == "shift.lane32")
     written = None
     for run in (1, 2):
         process = subprocess.Popen(hanging, env={**os.environ, "PYTHONPATH": PATH}, stdout=subprocess.DEVNULL)
-        until(lambda run=run: worker.starts(mark, digest) == run)
+        until(lambda run=run: mark.exists() and mark.read_text().endswith(f" {run}"))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -157,7 +265,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
         until(lambda children=children: not any(alive(child) for child in children))
         written = written or first.stat().st_mtime_ns
         assert first.stat().st_mtime_ns == written
-    code, said = dsv4("--fake", "--only=form.shift", f"--out={tmp_path}")
+    code, said = dsv4("--fake", "--only=form.shift", "--difference=hang:shift.lane32", f"--out={tmp_path}")
     found = verdicts(tmp_path)
     assert code == 1 and found.pop("shift.lane32").detail == "2 runs ended while it ran"
     assert {one.verdict for one in found.values()} == {reading.SAME} and len(found) == 3
@@ -213,12 +321,14 @@ COMMANDS = {
 
 def test_commands_with_their_tables_and_failures(tmp_path: Path) -> None:
     steps = [
-        Step(f"time.{kind}", "command", kind, 1.0, 8.0, command=(sys.executable, "-c", code, plan.OUT))
+        Step(f"time.{kind}", "command", kind, 1.0, 4.0, command=(sys.executable, "-c", code, plan.OUT))
         for kind, code in COMMANDS.items()
     ]
     running = runner.Runner(tmp_path, tell=lambda line: None)
     running.run(steps)
-    archive.pack(tmp_path, {"arch": "sm_100a", "gpu": "NVIDIA B200", "probes": []}, tmp_path / "day_one.tar.gz")
+    codes = {step.name: runner.code_of(step) for step in steps}
+    manifest = {"arch": "sm_100a", "gpu": "NVIDIA B200", "probes": []}
+    archive.pack(tmp_path, manifest, tmp_path / "day_one.tar.gz", codes)
     found = archive.read(tmp_path / "day_one.tar.gz")
     status = {name: json.loads(files["result.json"])["status"] for name, files in found.commands.items()}
     assert status == {f"time.{kind}": kind for kind in COMMANDS}
@@ -227,15 +337,36 @@ def test_commands_with_their_tables_and_failures(tmp_path: Path) -> None:
     assert (row.us, row.floor_us, row.modelled_us) == (9.0, 1.0, modelled) and modelled > 0
     code, said = dsv4(f"--read={tmp_path / 'day_one.tar.gz'}")
     assert code == 1 and "time.failed: failed exit code 3: no such op" in said and f"{9.0 / modelled:.2f}" in said
-    lines: list[str] = []
-    dataclasses.replace(running, tell=lines.append).run(steps)
-    assert all("before" in line for line in lines)
+
+
+def test_failed_commands_are_run_again_while_they_have_starts(tmp_path: Path) -> None:
+    """The first call leaves a table and fails; the second's result has no table of the first beside it."""
+    first = "import pathlib, sys; f = pathlib.Path(sys.argv[2]); again = f.exists(); f.touch(); "
+    table = "again or pathlib.Path(sys.argv[1], 'rows.csv').write_text('op'); "
+    codes = {"fails": "sys.exit(1)", "mends": "sys.exit(not again)", "absent": "sys.exit(21)"}
+    steps = [
+        Step(n, "command", n, 1.0, 60.0, command=(sys.executable, "-c", first + table + c, plan.OUT, f"{tmp_path}/{n}"))
+        for n, c in codes.items()
+    ]
+    seen = []
+    for _ in range(runner.STARTS + 1):
+        lines: list[str] = []
+        runner.Runner(tmp_path / "results", tell=lines.append).run(steps)
+        seen.append([line.partition(": ")[2].partition(" (")[0] for line in lines])
+        tables = sorted(path.parent.name for path in (tmp_path / "results").glob("commands/*/rows.csv"))
+        assert tables == (["absent"] if len(seen) > 1 else ["absent", "fails", "mends"])
+    assert seen == [
+        ["failed", "failed", "absent"],
+        ["failed", "ran", "absent before"],
+        ["failed before", "ran before", "absent before"],
+    ]
 
 
 def test_a_command_with_nothing_to_do_is_shown_and_no_failure(tmp_path: Path) -> None:
     step = Step("counters", "command", "", 1.0, 60.0, command=(sys.executable, "-c", COMMANDS["absent"]))
     runner.Runner(tmp_path, tell=lambda line: None).run([step])
-    archive.pack(tmp_path, {"arch": "sm_100a", "probes": []}, tmp_path / "day_one.tar.gz")
+    codes = {step.name: runner.code_of(step)}
+    archive.pack(tmp_path, {"arch": "sm_100a", "probes": []}, tmp_path / "day_one.tar.gz", codes)
     code, said = dsv4(f"--read={tmp_path / 'day_one.tar.gz'}")
     assert code == 0 and "counters: absent no ncu" in said
 
