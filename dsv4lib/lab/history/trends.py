@@ -254,7 +254,7 @@ def _verdicts(job: Job, window: int) -> Iterator[Finding]:
     rows = job.verdicts[-window:]
     judged = [(at, verdict) for at, verdict, _ in rows if verdict not in NOT_JUDGED]
     if len(judged) > 1 and judged[-1][1] in OF_MACHINE and judged[-2][1] == Verdict.PASSED:
-        judged.pop()  # a busy machine does that once; twice in a row it is told
+        judged.pop()  # a busy machine does that once; twice in a row it counts
     of_commit: dict[str, dict[str, At]] = defaultdict(dict)
     for at, verdict in judged:
         if at.commit and not at.dirty and verdict not in OF_MACHINE:
