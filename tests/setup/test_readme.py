@@ -35,7 +35,7 @@ def test_links_and_pictures_exist():
 
 
 def test_every_command_of_the_table_exists():
-    commands = re.findall(r"^\| `\./dsv4 (\w+)`", README, re.M)
+    commands = re.findall(r"^\| `\./dsv4 ([\w-]+)`", README, re.M)
     assert len(commands) >= 6
     out = subprocess.run([sys.executable, "-m", "dsv4lib.lab.cli", "--help"], capture_output=True, text=True).stdout
     assert [c for c in commands if not re.search(rf"\b{c}\b", out)] == []
@@ -47,7 +47,7 @@ def test_every_option_and_module_that_is_named_exists():
     commands = typer.main.get_command(cli.app).commands
     seen = 0
     for line in text.splitlines():
-        calls = list(re.finditer(r"\./dsv4 ([a-z_]+)", line))
+        calls = list(re.finditer(r"\./dsv4 ([a-z_]+(?:-[a-z]+)*)", line))
         for call, following in zip_longest(calls, calls[1:]):
             command = commands[call[1]]
             words = line[call.end() : following.start() if following else len(line)].partition("#")[0]
