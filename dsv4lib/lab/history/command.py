@@ -45,11 +45,12 @@ def history(runs: Path, last: int, filters: dict[str, str | None], sql: str | No
     if not rows:
         console.print("no run matches" if values else f"no run yet: {env.front_door()} run makes the first")
         return 0
-    table = Table("run", "set", "started", "commit", "machine", "passed", "skipped", "failed", "wall s", "CPU s")
+    columns = ("run", "set", "started", "commit", "machine", "passed", "skipped", "failed", "wall s", "CPU s")
+    table = Table(*columns, box=None)
     for run_id, set_name, started, commit, dirty, label, _, seconds, cpu, passed, skipped, failed in reversed(rows):
         at = series.At(run_id, started, commit or "", dirty)
         table.add_row(
-            run_id[:20], set_name, f"{started:%Y-%m-%d %H:%M}", at.shown if commit else "-", Text(label or "-"),
+            run_id[:15], set_name, f"{started:%Y-%m-%d %H:%M}", at.shown if commit else "-", Text(label or "-"),
             str(passed), str(skipped), Text(str(failed), style="red" if failed else ""),
             f"{seconds or 0:.0f}", f"{cpu or 0:.0f}",
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,10 @@ def add(app: typer.Typer) -> None:
         app.command()(command)
 
 
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
 def history(
     last: Annotated[int, typer.Option(min=1, help="so many runs")] = 20,
     set_name: Annotated[str | None, typer.Option("--set", help="only of this set")] = None,
@@ -29,7 +34,7 @@ def history(
     from dsv4lib.lab.history import command
 
     filters = {"set": set_name, "stage": stage, "label": label}
-    raise typer.Exit(command.history(out or runs_folder(), last, filters, sql, Console(highlight=False)))
+    raise typer.Exit(command.history(out or runs_folder(), last, filters, sql, _console()))
 
 
 def compare(
@@ -43,7 +48,7 @@ def compare(
     from dsv4lib.lab.history import command
 
     runs = out or runs_folder()
-    raise typer.Exit(command.compared(runs, a, b, page, everything, Console(highlight=False)))
+    raise typer.Exit(command.compared(runs, a, b, page, everything, _console()))
 
 
 def trends(
@@ -59,4 +64,4 @@ def trends(
     from dsv4lib.lab.history import command
 
     runs = out or runs_folder()
-    raise typer.Exit(command.trend(runs, label, window, as_json, notify, Console(highlight=False)))
+    raise typer.Exit(command.trend(runs, label, window, as_json, notify, _console()))
