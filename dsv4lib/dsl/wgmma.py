@@ -89,11 +89,12 @@ def accumulate(sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bo
     return asm("\n".join([*lines, "}"]), [Float32] * n, [*a, b], early=True, kept=sums)
 
 
-def accumulate_shared(sums: list, a: Int64, b: Int64, offsets: list[tuple[int, int]]) -> list:
-    """Issue MMAs of bf16 with A in shared memory too that add to their sums; rows of B are K.
+def accumulate_shared(sums: list, a: Int64, b: Int64, offsets: list[tuple[int, int]], rows_are_k: bool = True) -> list:
+    """Issue MMAs of bf16 with A in shared memory too that add to their sums.
 
     Args:
-        sums: N / 2 in fp32. a: from `operand`. b: from `rows_of_k`. offsets: bytes from there to each MMA's operands.
+        sums: N / 2 in fp32. a: from `operand`. b: descriptor. offsets: bytes from there to each MMA's operands.
+        rows_are_k: B is from `rows_of_k`; else from `operand`.
 
     Returns:
         the sums, to be read after `wait_for`.
@@ -104,7 +105,7 @@ def accumulate_shared(sums: list, a: Int64, b: Int64, offsets: list[tuple[int, i
     for of_a, of_b in offsets:
         lines.append(f"add.s64 da, ${2 * n}, {of_a // 16}; add.s64 db, ${2 * n + 1}, {of_b // 16};")
         shape = f"m64n{2 * n}{SHAPES['bf16'][0]}"
-        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, da, db, more, 1, 1, 0, 1;")
+        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, da, db, more, 1, 1, 0, {int(rows_are_k)};")
     return asm("\n".join([*lines, "}"]), [Float32] * n, [a, b], early=True, kept=sums)
 
 
