@@ -63,7 +63,11 @@ class Keys(Config):
 
     @cute.jit
     def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring):
-        """Producer warps: tile after tile."""
+        """Producer warps: tile after tile.
+
+        A tile's loads start when the one before is converted whole: loads of a warp have one scoreboard, so that to
+        wait for those of an older tile is to wait for all.
+        """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
         first_key = warp * KEYS
         own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
@@ -84,16 +88,17 @@ class Keys(Config):
         stage, parity = Int32(0), Int32(1)
         for tile in cutlass.range(work.first, work.end, unroll=1):
             there = cute.arch.vote_ballot_sync(index >= 0)
-            index, ahead = ahead, self.entry(lists, work, tile + 2, own)
             place = (tile + 1) * TILE_N + key
             cute.arch.mbarrier_wait(ring.empty + stage, parity)
             for batch in cutlass.range_constexpr(BATCHES):
                 rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                 convert(held[batch], raw[None, batch], scales[None, batch], rows)
-                self.fetch(pools, work, place, index, batch, held, raw, scales)
             if lane == 0:
                 self.store_valid(ring, stage, warp, there)
             cute.arch.mbarrier_arrive(ring.full + stage)
+            index, ahead = ahead, self.entry(lists, work, tile + 2, own)
+            for batch in cutlass.range_constexpr(BATCHES):
+                self.fetch(pools, work, place, index, batch, held, raw, scales)
             stage = stage + 1
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
@@ -107,16 +112,16 @@ class Keys(Config):
     @cute.jit
     def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32):
         """Return the index of the ``key``-th entry of a tile; -1: none."""
-        index, place = Int32(-1), tile * TILE_N + key
+        index, address, place = Int32(-1), Int64(0), tile * TILE_N + key
         if tile < work.end:
             if cutlass.const_expr(self.entries != "none"):
-                if place < work.window_at:
-                    index = row(lists.entries.index, work.entry_row, work.token, place, work.entries)
+                if place < work.window_at and place < work.entries:
+                    index, address = self.named(lists.entries.index, work.token, place, work.entry_row)
             if cutlass.const_expr(self.window):
-                if place >= work.window_at:
-                    in_window = place - work.window_at
-                    index = row(lists.window.index, work.window_row, work.token, in_window, work.window)
-        return index
+                place = place - work.window_at
+                if place >= 0 and place < work.window:
+                    index, address = self.named(lists.window.index, work.token, place, work.window_row)
+        return loaded(index, address)
 
     def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32) -> tuple[Int32, Int64]:
         """Return (row, 0) of a range, or (-1, where a list has it)."""
@@ -147,18 +152,6 @@ class Keys(Config):
         else:
             pool = pools[0] if self.entries != "none" else pools[1]
             kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
-
-
-@cute.jit
-def row(mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
-    """Return the pool row of a key of a list or a range from ``first`` on. It is -1 past its end."""
-    found = Int32(-1)
-    if position < count:
-        if cutlass.const_expr(mIndex is not None):
-            found = mIndex[token, position]
-        else:
-            found = first + position
-    return found
 
 
 def loaded(default: Int32, address: Int64) -> Int32:
