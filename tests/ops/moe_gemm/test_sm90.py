@@ -47,6 +47,8 @@ def random_weights(experts, rows, k, seed=0):
 @pytest.mark.parametrize(("experts", "rows", "k"), [(2, 128, 1024), (1, 192, 256), (3, 64, 384)])
 def test_tiles_have_an_exact_inverse(mode, experts, rows, k):
     codes, scales = random_weights(experts, rows, k)
+    if mode == "w4a8_row":
+        scales = 120 + scales % (layout.SPAN + 1)
     tiled = tile_weights(codes, scales, mode)
     assert layout.tiled_shape(tuple(tiled.shape), mode) == (rows, k, layout.step_of(k))
     found = untile_weights(tiled, mode)
@@ -127,7 +129,7 @@ def test_small_integers_are_exact(mode):
     packed = e2m1.pack(w)
     made.x, made.w = x.double(), mxfp4.dequantize(mxfp4.MXFP4Tensor(packed, scales), torch.float64)
     made.call.w = tile_weights(packed, scales, mode)
-    if mode == "w4a8":
+    if mode != "w4a16":
         made.call.x = x.to(torch.float8_e4m3fn).view(torch.uint8)
         made.call.x_scales = torch.full_like(made.call.x_scales, 127)
     else:

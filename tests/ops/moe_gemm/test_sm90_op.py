@@ -43,7 +43,7 @@ def layer(mode, backend, expected=3):
     found = routes()
     fp8 = mode == "w4a8_row" or (mode == "w4a8" and not op.many(expected))
     if fp8:
-        recipe = "fp8" if mode == "w4a8_row" and op.many(expected) else "mxfp8"
+        recipe = "fp8" if op.scale_block(expected, mode) == 128 else "mxfp8"
         q = quantize(x, recipe, rows=found.rows, swizzled=True, backend="emulator")
         given = Operand(q.codes, q.scales)
     else:
@@ -171,7 +171,9 @@ def test_untiled_weights_have_no_such_mode():
 
 def test_tokens_choose_a_tile():
     assert [op.tile_of(n, "w4a8", False) for n in (0, 1, 4, 5, 8, 9, 1000)] == [8, 8, 8, 16, 16, 32, 32]
-    assert [op.tile_of(n, "w4a8_row", False) for n in (1, 20, 21, 33, 1000)] == [8, 32, 64, 64, 128]
+    assert [op.tile_of(n, "w4a8_row", False) for n in (1, 8, 9, 21, 33, 1000)] == [8, 16, 32, 64, 64, 128]
+    assert [op.scale_block(n, "w4a8_row") for n in (1, 8, 9, 1000)] == [32, 32, 128, 128]
+    assert op.scale_block(1000, "w4a8") == 32
 
 
 def test_torch_sees_what_is_written():

@@ -14,7 +14,7 @@ MODES = {  # block: of the activations
     "w4a16": Mode("wgmma bf16", 5, 0, 4, 16, 16, 0),
 }
 OUTPUTS = (*PLAIN, "mxfp8")
-TILES_N = {"w4a8": (8, 16, 32), "w4a8_row": (8, 16, 32), "w4a16": (8, 16)}  # tokens of a tile: what registers hold
+TILES_N = {"w4a8": (8, 16, 32), "w4a8_row": (8, 16), "w4a16": (8, 16)}  # tokens of a tile: what registers hold
 ROW_STEP = 8  # a tile starts at a multiple: the swizzle repeats after 8 rows
 CONSUMERS = 4  # warpgroups that take stages round robin
 CONSUMER_THREADS = 128 * CONSUMERS

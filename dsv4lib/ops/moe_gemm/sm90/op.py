@@ -8,9 +8,9 @@ other than "w4a8", "w4a8_row" and "w4a16" (bf16 activations), NVFP4 output, more
 bf16 x without scales, too, if no scale of w is above byte 148: for many tokens an expert that is faster (`many`). A
 scale of x of 2^-127 (byte 0, which `quantize` does not make) counts as 0.
 
-Mode "w4a8_row" has weights that E4M3 holds with their scales, beside one of the row. Where an expert gets many tokens
-(`many`), they have a scale a 128 of K, as `quantize` makes with recipe "fp8" and ``swizzled``, and so has a result in
-"mxfp8". A few tokens may have MXFP8's, and their result has.
+Mode "w4a8_row" has weights that E4M3 holds with their scales, beside one of the row. Where an expert gets more than a
+few tokens, they have a scale a 128 of K (`scale_block`), as `quantize` makes with recipe "fp8" and ``swizzled``, and so
+has a result in "mxfp8". A few tokens may have MXFP8's, and their result has.
 """
 
 from __future__ import annotations
@@ -103,6 +103,14 @@ def tile_of(expected: int, mode: str, bf16: bool) -> int:
     wide = WIDE_TILES_N[mode] if bf16 else E4M3_TILES_N.get(mode, ())
     tiles = (*few, *(n for n in wide if n > max(few, default=0)))
     return next((n for n in tiles if held(expected) <= n), tiles[-1])
+
+
+def scale_block(expected: int, mode: str) -> int:
+    """Return the K that a scale of tokens is for, and of a result in "mxfp8".
+
+    It is 32, or 128 where groups of ``expected`` tokens have E4M3 MMAs with sums of 128 of K, in mode "w4a8_row".
+    """
+    return CHUNK_K if mode == "w4a8_row" and tile_of(expected, mode, False) not in TILES_N[mode] else BLOCK
 
 
 def kernel_of(settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
@@ -199,7 +207,7 @@ class Call:
     @property
     def block(self) -> int:
         """K that a scale of tokens, and of a result in MXFP8's image, is for."""
-        return CHUNK_K if self.formats == "w4a8_row" and many(self.expected) else BLOCK
+        return scale_block(self.expected, self.formats)
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""

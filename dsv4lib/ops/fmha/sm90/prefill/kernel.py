@@ -32,9 +32,8 @@ Pipelines
 CTAs are persistent: token after token, round robin, so that loads of the next token's Q and keys overlap the end of
 one. A grid of CTAs x blocks of 64 heads.
 
-What limits it (computed, not measured): of a tile MMAs take 2,048 cycles, shared memory 2,112 (64 KiB stored; Q and K
-read once for S: 128; V: 64, P: 8), the producer's conversions some 600 to 1,000. A pair's order hides softmax and
-conversions: P0 while S1 is computed, P1 while P0 V0 is, the next K0 while P1 V1 is.
+A pair's order hides softmax and conversions: P0 while S1 is computed, P1 while P0 V0 is, the next K0 while P1 V1 is.
+What limits it is in data/bench/fmha.md: loads that the producer waits for, in the chain from one pair to the next.
 
 Source: DSV4 paper eq. 27; PTX ISA, "wgmma", "Matrix Descriptor Format". Two warpgroups that exchange P: FlashMLA's
 prefill on SM90.

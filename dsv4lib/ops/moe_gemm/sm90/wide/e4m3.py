@@ -14,11 +14,11 @@ The tensor core's own sums keep some 13 bits below the largest addend: they are 
     tokens   128 x 128 B, cp.async -> | token scales 128 x fp32     | --lds---> 64 sums of 128 K -> 2 x 64 fp32
                                       | sums, groups, mbarriers     |
 
-A block of MMAs at a time is in flight in a warpgroup: while those of its first 64 rows run it expands the weights of
-the next. The other warpgroup's MMAs fill the time of the promotion.
+A block of MMAs at a time is in flight in a warpgroup; the other warpgroup's fill the time of promotion and expansion.
 
-What limits it (computed, not measured): a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208
-issue slots that a warp has in that time promotion takes 68, expansion 100.
+What limits it: the chain of a warpgroup from MMAs to promotion to the next expansion, three times as long as its MMAs
+(data/bench/moe_gemm.md). Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue
+slots that a warp has in that time promotion takes 68, expansion 100.
 
 Output "mxfp8" has one scale for 128 features, each byte of the image's word of four: the sums of a whole tile of 256
 rows meet in shared memory, and a warp finishes a token's 128.

@@ -7,8 +7,9 @@ It reads the tiled weights of `sm90.kernel`, of either mode, and bf16 tokens. Th
 to 32 tokens, and reading them is the time; here it has 256 rows and up to 128 tokens, and MMAs are. A warpgroup has two
 blocks of 64 rows: while MMAs of one run, it expands the weights of the other.
 
-Weights become bf16, exactly, their scales included, so that fp32 sums need none. E4M3 MMAs would be twice as fast, but
-every 32 of K would cost each sum a multiplication by two scales, more than that (data/bench/moe_gemm.md).
+Weights become bf16, exactly, their scales included, so that fp32 sums need none. E4M3 MMAs take half the time, but
+of MXFP8 tokens every 32 of K would cost each sum a multiplication by two scales, more than that. `wide.e4m3` has them
+for tokens with a scale a 128 of K (data/bench/moe_gemm.md).
 
 Tile picture (tile_n 128; `budget` computes the numbers of any configuration)
 
