@@ -21,6 +21,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from dsv4lib.dsl import kv_entry
+from dsv4lib.dsl.asm import asm
 from dsv4lib.formats.kv_entry import GROUPS
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_N
 from dsv4lib.ops.fmha.sm90.config import KEYS, MATH_WARPS, STAGE_BYTES, STAGES, Config
@@ -62,7 +63,11 @@ class Keys(Config):
 
     @cute.jit
     def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring):
-        """Producer warps: tile after tile."""
+        """Producer warps: tile after tile.
+
+        A tile's loads start when the one before is converted whole: loads of a warp have one scoreboard, so that to
+        wait for those of an older tile is to wait for all.
+        """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
         first_key = warp * KEYS
         own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
@@ -83,16 +88,17 @@ class Keys(Config):
         stage, parity = Int32(0), Int32(1)
         for tile in cutlass.range(work.first, work.end, unroll=1):
             there = cute.arch.vote_ballot_sync(index >= 0)
-            index, ahead = ahead, self.entry(lists, work, tile + 2, own)
             place = (tile + 1) * TILE_N + key
             cute.arch.mbarrier_wait(ring.empty + stage, parity)
             for batch in cutlass.range_constexpr(BATCHES):
                 rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                 convert(held[batch], raw[None, batch], scales[None, batch], rows)
-                self.fetch(pools, work, place, index, batch, held, raw, scales)
             if lane == 0:
                 self.store_valid(ring, stage, warp, there)
             cute.arch.mbarrier_arrive(ring.full + stage)
+            index, ahead = ahead, self.entry(lists, work, tile + 2, own)
+            for batch in cutlass.range_constexpr(BATCHES):
+                self.fetch(pools, work, place, index, batch, held, raw, scales)
             stage = stage + 1
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
@@ -106,16 +112,22 @@ class Keys(Config):
     @cute.jit
     def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32):
         """Return the index of the ``key``-th entry of a tile; -1: none."""
-        index, place = Int32(-1), tile * TILE_N + key
+        index, address, place = Int32(-1), Int64(0), tile * TILE_N + key
         if tile < work.end:
             if cutlass.const_expr(self.entries != "none"):
-                if place < work.window_at:
-                    index = row(lists.entries.index, work.entry_row, work.token, place, work.entries)
+                if place < work.window_at and place < work.entries:
+                    index, address = self.named(lists.entries.index, work.token, place, work.entry_row)
             if cutlass.const_expr(self.window):
-                if place >= work.window_at:
-                    in_window = place - work.window_at
-                    index = row(lists.window.index, work.window_row, work.token, in_window, work.window)
-        return index
+                place = place - work.window_at
+                if place >= 0 and place < work.window:
+                    index, address = self.named(lists.window.index, work.token, place, work.window_row)
+        return loaded(index, address)
+
+    def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32) -> tuple[Int32, Int64]:
+        """Return (row, 0) of a range, or (-1, where a list has it)."""
+        if mIndex is None:
+            return first + place, Int64(0)
+        return Int32(-1), mIndex[token, None].iterator.toint() + Int64(place) * 4
 
     @cute.jit
     def fetch(
@@ -142,16 +154,10 @@ class Keys(Config):
             kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
 
 
-@cute.jit
-def row(mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
-    """Return the pool row of a key of a list or a range from ``first`` on. It is -1 past its end."""
-    found = Int32(-1)
-    if position < count:
-        if cutlass.const_expr(mIndex is not None):
-            found = mIndex[token, position]
-        else:
-            found = first + position
-    return found
+def loaded(default: Int32, address: Int64) -> Int32:
+    """Load a word, or take ``default`` where the address is 0. Nothing writes its register later, so nothing waits."""
+    text = "{ .reg .pred p; setp.ne.s64 p, $2, 0; mov.b32 $0, $1; @p ld.global.b32 $0, [$2]; }"
+    return asm(text, [Int32], [default, address])
 
 
 @dsl_user_op
@@ -216,27 +222,36 @@ def _store16(address: Int32, offset: int, low: Int64, high: Int64, *, loc: Any =
 
 
 @cute.jit
-def convert(index: Int32, raw: cute.Tensor, scales: cute.Tensor, smem: Int32):
+def convert(
+    index: Int32,
+    raw: cute.Tensor,
+    scales: cute.Tensor,
+    smem: Int32,
+    chunks: cutlass.Constexpr = kv_entry.WHOLE,
+):
     """Dequantise what `kv_entry.fetch` brought into 8 rows of a tile. A row of -1 becomes zeros.
 
     Args:
-        index, raw, scales: as in `kv_entry.fetch`.
+        index, raw, scales: as in `kv_entry.fetch`, of whole entries.
         smem: address of this lane's first piece in the first chunk: the tile's + `kv_entry.smem_offset`.
+        chunks: those to write.
     """
     second = smem ^ 16
+    first, end = chunks
     if index >= 0:
-        for group in cutlass.range_constexpr(GROUPS):
+        for group in cutlass.range_constexpr(first, min(end, GROUPS)):
             factor = _factor(scales[group // 4], group % 4)
             _convert_group(group, raw[2 * group], raw[2 * group + 1], factor, smem, second)
         if _large(scales[0], scales[1]) != 0:
-            for group in cutlass.range(GROUPS, unroll=1):
+            for group in cutlass.range(first, min(end, GROUPS), unroll=1):
                 word = cutlass.select_(group < 4, scales[0], scales[1])
                 _enlarge(smem + group * CHUNK_BYTES, word, group & 3)
                 _enlarge(second + group * CHUNK_BYTES, word, group & 3)
-        rope = 2 * GROUPS
-        _store16(smem, GROUPS * CHUNK_BYTES, raw[rope], raw[rope + 1])
-        _store16(second, GROUPS * CHUNK_BYTES, raw[rope + 2], raw[rope + 3])
+        if cutlass.const_expr(end > GROUPS):
+            rope = 2 * GROUPS
+            _store16(smem, GROUPS * CHUNK_BYTES, raw[rope], raw[rope + 1])
+            _store16(second, GROUPS * CHUNK_BYTES, raw[rope + 2], raw[rope + 3])
     else:
-        for chunk in cutlass.range_constexpr(GROUPS + 1):
+        for chunk in cutlass.range_constexpr(first, end):
             _store16(smem, chunk * CHUNK_BYTES, Int64(0), Int64(0))
             _store16(second, chunk * CHUNK_BYTES, Int64(0), Int64(0))

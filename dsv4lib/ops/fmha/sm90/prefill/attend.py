@@ -18,7 +18,7 @@ from registers: lanes of a quad exchange words (`across_quad`), and stages are f
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -39,7 +39,7 @@ from dsv4lib.ops.fmha.sm90.attend import (
 from dsv4lib.ops.fmha.sm90.config import DIMS, STAGE_BYTES, WARPGROUP
 from dsv4lib.ops.fmha.sm90.keys import Ring
 from dsv4lib.ops.fmha.sm90.prefill.config import P_READY, ROWS_BYTES
-from dsv4lib.ops.fmha.sm90.prefill.keys import PrefillKeys, Queries
+from dsv4lib.ops.fmha.sm90.prefill.keys import HALVES, PrefillKeys, Queries
 from dsv4lib.ops.fmha.work import Items, Outputs
 
 SHARED_STEPS = [(wgmma.STEP_BYTES * i, 16 * ROW_BYTES * i) for i in range(TILE_N // 16)]
@@ -79,6 +79,9 @@ class PrefillAttend(PrefillKeys, Attend):
         group, tidx = cute.arch.make_warp_uniform(tidx // WARPGROUP), tidx % WARPGROUP
         rO = cute.make_rmem_tensor(DIMS // 2, Float32)
         softmax = Softmax(cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32))
+        row = tidx // 32 * 16 + tidx % 32 // 4
+        first = self.head_block() * TILE_M
+        sinks = self.sinks_of(outputs.sink, first + row, heads)
         parity, q_parity = Int32(0), Int32(0)
         for token in cutlass.range(items.first, items.end, items.step, unroll=1):
             cute.arch.mbarrier_wait(queries.full, q_parity)
@@ -95,9 +98,17 @@ class PrefillAttend(PrefillKeys, Attend):
                 else:
                     self.second_of_pair(ring, parity, last, queries, exchange, scale_log2, rO, softmax)
                 parity = parity ^ 1
-            row = tidx // 32 * 16 + tidx % 32 // 4
-            place = Place(group, row, tidx % 4, token, self.head_block() * TILE_M)
-            self.finish_token(outputs, place, heads, rO, softmax)
+            self.finish_token(outputs, sinks, Place(group, row, tidx % 4, token, first), heads, rO, softmax)
+
+    @cute.jit
+    def sinks_of(self, mSink: Any, head: Int32, heads: Int32):
+        """Load the sinks of a thread's rows; without them -inf."""
+        found = cute.make_rmem_tensor(ROWS, Float32)
+        found.fill(-Float32.inf)
+        if cutlass.const_expr(self.sink):
+            for j in cutlass.range_constexpr(ROWS):
+                found[j] = mSink[cutlass.min(head + 8 * j, heads - 1)] * LOG2_E
+        return found
 
     @cute.jit
     def first_of_pair(
@@ -112,7 +123,7 @@ class PrefillAttend(PrefillKeys, Attend):
         softmax: Softmax,
     ):
         """Warpgroup 0: S and P of tile 0, then P V of both."""
-        rS = self.scores(ring, Int32(0), parity, queries)
+        rS = self.scores(ring, 0, parity, queries)
         self.release_queries(queries, last)
         self.mask(ring.valid, 0, rS)
         moved, acc_scale = self.follow_max(scale_log2, rS, softmax)
@@ -126,15 +137,14 @@ class PrefillAttend(PrefillKeys, Attend):
         sums = wgmma.accumulate(sums, a, wgmma.rows_of_k(ring.keys, CHUNK_BYTES), PV_STEPS)
         wgmma.commit()
         self.keep(wgmma.wait_for(sums), rO)
-        self.release(ring, 0)
-        cute.arch.mbarrier_wait(ring.full + 1, parity)
-        self.visible_to_mma()
+        self.release(ring, 0, 0)
+        self.wait_for_keys(ring, 1, 0, parity)
         self.wait(P_READY + 1)
         moved, acc_scale = self.receive(exchange, 1, softmax)
         if moved:
             self.rescale_rows(rO, acc_scale)
         self.multiply_sent(exchange, 1, ring.keys + STAGE_BYTES, rO)
-        self.release(ring, 1)
+        self.release(ring, 1, 0)
 
     @cute.jit
     def second_of_pair(
@@ -149,10 +159,9 @@ class PrefillAttend(PrefillKeys, Attend):
         softmax: Softmax,
     ):
         """Warpgroup 1: S of tile 1, then P V of tile 0 while it makes P of tile 1."""
-        rS = self.scores(ring, Int32(1), parity, queries)
+        rS = self.scores(ring, 1, parity, queries)
         self.release_queries(queries, last)
-        cute.arch.mbarrier_wait(ring.full, parity)
-        self.visible_to_mma()
+        self.wait_for_keys(ring, 0, 1, parity)
         self.wait(P_READY)
         moved, acc_scale = self.receive(exchange, 0, softmax)
         if moved:
@@ -167,7 +176,7 @@ class PrefillAttend(PrefillKeys, Attend):
         self.exponentiate(scale_log2, rS, *softmax)
         a = self.send(exchange, 1, rS, softmax)
         self.keep(wgmma.wait_for(sums), rO)
-        self.release(ring, 0)
+        self.release(ring, 0, 1)
         self.arrive(P_READY + 1)
         if moved:
             self.rescale_rows(rO, acc_scale)
@@ -177,19 +186,26 @@ class PrefillAttend(PrefillKeys, Attend):
         sums = wgmma.accumulate(sums, a, values, PV_STEPS)
         wgmma.commit()
         self.keep(wgmma.wait_for(sums), rO)
-        self.release(ring, 1)
+        self.release(ring, 1, 1)
 
-    def scores(self, ring: Ring, stage: Int32, parity: Int32, queries: Queries) -> cute.Tensor:
-        """S = Q K^T of a tile, when it has come."""
-        cute.arch.mbarrier_wait(ring.full + stage, parity)
-        self.visible_to_mma()
+    def scores(self, ring: Ring, stage: int, parity: Int32, queries: Queries) -> cute.Tensor:
+        """S = Q K^T of a tile: the first half of its dimensions when that has come, then the others."""
         q, keys = wgmma.operand(queries.smem), wgmma.operand(ring.keys + stage * STAGE_BYTES)
+        half = len(QK_STEPS) // HALVES
+        self.wait_for_keys(ring, stage, 0, parity)
         wgmma.fence()
-        found = wgmma.multiply_shared(q, keys, QK_STEPS, TILE_N, "bf16")
+        found = wgmma.multiply_shared(q, keys, QK_STEPS[:half], TILE_N, "bf16")
+        wgmma.commit()
+        self.wait_for_keys(ring, stage, 1, parity)
+        found = wgmma.accumulate_shared(found, q, keys, QK_STEPS[half:], "bf16", rows_are_k=False)
         wgmma.commit()
         rS = cute.make_rmem_tensor(TILE_N // 2, Float32)
         self.keep(wgmma.wait_for(found), rS)
         return rS
+
+    def wait_for_keys(self, ring: Ring, stage: int, half: int, parity: Int32) -> None:
+        """Wait for half of a tile."""
+        cute.arch.mbarrier_wait(ring.full + (HALVES * stage + half), parity)
 
     def keep(self, sums: list, registers: cute.Tensor) -> None:
         """Write sums of MMAs to registers."""
@@ -207,11 +223,11 @@ class PrefillAttend(PrefillKeys, Attend):
         self.keep(wgmma.wait_for(sums), rO)
 
     @cute.jit
-    def release(self, ring: Ring, stage: cutlass.Constexpr):
-        """Say that this warp's MMAs have read a stage."""
+    def release(self, ring: Ring, stage: cutlass.Constexpr, half: cutlass.Constexpr):
+        """Say that this warp's MMAs have read half of a stage."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ring.empty + stage)
+            cute.arch.mbarrier_arrive(ring.empty + (HALVES * stage + half))
 
     @cute.jit
     def release_queries(self, queries: Queries, last: cutlass.Boolean):
@@ -284,17 +300,24 @@ class PrefillAttend(PrefillKeys, Attend):
             self.rescale(rO, j, acc_scale[j])
 
     @cute.jit
-    def finish_token(self, outputs: Outputs, place: Place, heads: Int32, rO: cute.Tensor, softmax: Softmax):
+    def finish_token(
+        self,
+        outputs: Outputs,
+        sinks: cute.Tensor,
+        place: Place,
+        heads: Int32,
+        rO: cute.Tensor,
+        softmax: Softmax,
+    ):
         """Normalise, rotate back and store O and LSE; zeros and -inf without keys."""
-        mSink, rope, mO, mLse = outputs
+        _, rope, mO, mLse = outputs
         for j in cutlass.range_constexpr(ROWS):
             row_max = softmax.row_max[j]
             head = place.head + place.row + 8 * j
             total = self.over_quad(softmax.row_sum[j], lambda a, b: a + b)
             denominator = total
             if cutlass.const_expr(self.sink):
-                sink = mSink[cutlass.min(head, heads - 1)]
-                denominator = total + cute.math.exp2(sink * LOG2_E - row_max, fastmath=True)
+                denominator = total + cute.math.exp2(sinks[j] - row_max, fastmath=True)
             o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
             if head < heads and place.group == 0 and place.pair == 0:
                 lse = (row_max + cute.math.log2(total)) * math.log(2.0)

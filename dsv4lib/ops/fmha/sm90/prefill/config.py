@@ -47,7 +47,7 @@ class PrefillConfig(Config):
             "keys": (STAGES * STAGE_BYTES, f"{STAGES} stages x {TILE_N} keys x {HEAD_DIM} x 2 B"),
             "P": (STAGES * P_BYTES, f"{STAGES} tiles x {TILE_M} heads x {TILE_N} keys x 2 B"),
             "rows": (STAGES * ROWS_BYTES, f"{STAGES} tiles x {WARPGROUP} threads x 2 (row_max, row_sum)"),
-            "control": (STAGES * (16 + TILE_N // 8) + 24, f"{STAGES} stages x (2 mbarriers, a bit a key); of Q"),
+            "control": (STAGES * (32 + TILE_N // 8) + 24, f"{STAGES} stages x (4 mbarriers, a bit a key); of Q"),
         }
         sizes["total"] = whole_atoms(sum(size for size, _ in sizes.values())), f"up to a multiple of {SMEM_ALIGN} B"
         registers = MATH_WARPS // 4 * MATH_REGISTERS + PRODUCER_WARPS // 4 * PRODUCER_REGISTERS

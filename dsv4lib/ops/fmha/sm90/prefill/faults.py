@@ -13,8 +13,7 @@ from cutlass import Float32, Int32
 from dsv4lib.ops.fmha.sm90.attend import ROWS
 from dsv4lib.ops.fmha.sm90.prefill.attend import Exchange, Softmax
 from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
-from dsv4lib.ops.fmha.sm90.prefill.keys import Queries, Span
-from dsv4lib.ops.fmha.work import Items, KeyLists
+from dsv4lib.ops.fmha.sm90.prefill.keys import Queries
 
 
 class NoProxyFence(PrefillFmha):
@@ -56,12 +55,9 @@ class OwnMaximum(PrefillFmha):
 class LastTileLost(PrefillFmha):
     """An odd number of tiles is rounded down, to 2 or more."""
 
-    @cute.jit
-    def span(self, lists: KeyLists, items: Items, token: Int32):
-        """See `PrefillKeys.span`."""
-        found = PrefillFmha.span(self, lists, items, token)
-        work = self.work(lists, items, token)
-        return Span(*found[:6], cutlass.max(work.end & -2, 2))  # WRONG
+    def even(self, tiles: Int32) -> Int32:
+        """See `PrefillKeys.even`."""
+        return cutlass.max(tiles & -2, 2)  # WRONG
 
 
 KINDS = (NoProxyFence, HastyP, HastyQueries, OwnMaximum, LastTileLost)

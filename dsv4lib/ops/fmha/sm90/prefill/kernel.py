@@ -23,7 +23,8 @@ Roles (3 warpgroups, 384 threads)
 
 Pipelines
 
-    keys     producer -> math, 2 stages   full: an arrival a producer thread; empty: one a math warp, after its P V
+    keys     producer -> math, 2 stages   of each half of the dimensions. full: an arrival a producer thread; empty: one
+                                          a warp of the warpgroup that multiplies P by it
     Q        producer -> math, 1 stage    full: a producer thread's copies, and one; empty: one a math warp, after its
                                           last S of the token
     P        math <-> math, two named barriers: P of tile 0 is there; P of tile 1 is, and P of tile 0 was read
@@ -62,7 +63,7 @@ from dsv4lib.ops.fmha.sm90.config import (
 from dsv4lib.ops.fmha.sm90.keys import KeySources, Ring
 from dsv4lib.ops.fmha.sm90.prefill.attend import Exchange, PrefillAttend
 from dsv4lib.ops.fmha.sm90.prefill.config import ROWS_BYTES, PrefillConfig
-from dsv4lib.ops.fmha.sm90.prefill.keys import Queries
+from dsv4lib.ops.fmha.sm90.prefill.keys import HALVES, Queries
 from dsv4lib.ops.fmha.work import Items, KeyList, KeyLists, KeyRows, Outputs
 
 
@@ -94,8 +95,8 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
             p: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, STAGES * P_BYTES], SMEM_ALIGN]
             rows: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, STAGES * ROWS_BYTES], 16]
             valid: cute.struct.Align[cute.struct.MemRange[Int32, 2 * STAGES], 8]
-            full: cute.struct.MemRange[cutlass.Int64, STAGES]
-            empty: cute.struct.MemRange[cutlass.Int64, STAGES]
+            full: cute.struct.MemRange[cutlass.Int64, HALVES * STAGES]
+            empty: cute.struct.MemRange[cutlass.Int64, HALVES * STAGES]
             q_full: cute.struct.MemRange[cutlass.Int64, 1]
             q_empty: cute.struct.MemRange[cutlass.Int64, 1]
             pairs: cute.struct.MemRange[Int32, 1]
@@ -125,9 +126,9 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         if tidx == 0:
-            for i in cutlass.range_constexpr(STAGES):
+            for i in cutlass.range_constexpr(HALVES * STAGES):
                 cute.arch.mbarrier_init(full + i, 32 * PRODUCER_WARPS)
-                cute.arch.mbarrier_init(empty + i, MATH_WARPS)
+                cute.arch.mbarrier_init(empty + i, MATH_WARPS // HALVES)
             cute.arch.mbarrier_init(q_full, 32 * PRODUCER_WARPS + 1)
             cute.arch.mbarrier_init(q_empty, MATH_WARPS)
             cute.arch.mbarrier_init_fence()

@@ -2,6 +2,9 @@
 
 Loads of a tile's entries go out a tile ahead, its indices two ahead: at the end of a token already those of the next
 one. So every token has an even number of tiles, two or more (`Span`); those past its keys are zeros that no row sees.
+
+A stage is written, and signalled, in halves: dimensions 0 - 255, then the others. S starts with the first half, and a
+half is free when the warpgroup that multiplies P by it has done so.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from dsv4lib.dsl import kv_entry
+from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
 from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, KEYS, MATH_WARPS, STAGE_BYTES, WARPGROUP
-from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert, row
-from dsv4lib.ops.fmha.work import Items, KeyLists
+from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert, loaded
+from dsv4lib.ops.fmha.work import Items, KeyLists, there_are
+
+HALVES = 2  # of a stage: dimensions of either math warpgroup
+CHUNKS_OF = tuple(kv_entry.Chunks(4 * half, 4 * half + 4) for half in range(HALVES))
 
 
 class Queries(NamedTuple):
@@ -46,19 +53,40 @@ class PrefillKeys(Keys):
     """What the producer warps do."""
 
     @cute.jit
-    def span(self, lists: KeyLists, items: Items, token: Int32):
+    def counts(self, lists: KeyLists, items: Items, token: Int32):
+        """Load what `span` needs of a token: first row and count of entries and window. Nothing waits for it here."""
+        token = cutlass.min(token, items.end - 1)
+        found = [Int32(0)] * 4
+        for i, keys in enumerate(lists):
+            if cutlass.const_expr(keys is not None):
+                found[2 * i + 1] = keys.count[token]
+                if cutlass.const_expr(keys.first is not None):
+                    found[2 * i] = keys.first[token]
+        return found[0], found[1], found[2], found[3]
+
+    @cute.jit
+    def span(self, counts: tuple, items: Items, token: Int32):
         """Return the `Span` of a token; past the last one of one without keys."""
-        work = self.work(lists, items, token)
-        entries = cutlass.select_(token < items.end, work.entries, Int32(0))
-        window = cutlass.select_(token < items.end, work.window, Int32(0))
-        tiles = cutlass.max((work.end + 1) & -2, 2)
-        return Span(work.token, entries, window, work.entry_row, work.window_row, work.window_at, tiles)
+        there = token < items.end
+        entries = cutlass.select_(there, there_are(counts[1]), Int32(0))
+        window = cutlass.select_(there, there_are(counts[3]), Int32(0))
+        window_at, tiles = self.places(entries, window)
+        tiles = self.even(tiles)
+        return Span(cutlass.min(token, items.end - 1), entries, window, counts[0], counts[2], window_at, tiles)
+
+    def even(self, tiles: Int32) -> Int32:
+        """Round up to an even number of tiles, 2 or more."""
+        return cutlass.max((tiles + 1) & -2, 2)
 
     @cute.jit
     def produce_all(
         self, mQ: cute.Tensor, sources: KeySources, lists: KeyLists, items: Items, ring: Ring, queries: Queries
     ):
-        """Producer warps: Q, then tile after tile, token after token."""
+        """Producer warps: Q, then tile after tile, token after token.
+
+        A tile's loads start when the one before is converted whole: loads of a warp have one scoreboard, so that to
+        wait for those of an older tile is to wait for all.
+        """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
         first_key = warp * KEYS
         own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
@@ -70,7 +98,9 @@ class PrefillKeys(Keys):
         for i in cutlass.range_constexpr(2 * BATCHES):
             scales[i] = Int32(0)
         pools = [None if source is None else kv_entry.lane_of(source) for source in sources]
-        now, following = self.span(lists, items, items.first), self.span(lists, items, items.first + items.step)
+        first, step = items.first, items.step
+        now = self.span(self.counts(lists, items, first), items, first)
+        following = self.span(self.counts(lists, items, first + step), items, first + step)
         index, in_window = self.next_entry(lists, now, following, Int32(0), own)
         for batch in cutlass.range_constexpr(BATCHES):
             self.start(pools, index, in_window, batch, held, raw, scales)
@@ -78,25 +108,31 @@ class PrefillKeys(Keys):
         index, in_window = self.next_entry(lists, now, following, Int32(1), own)
         parity = Int32(1)
         q_parity = Int32(1)
-        for token in cutlass.range(items.first, items.end, items.step, unroll=1):
+        for token in cutlass.range(first, items.end, step, unroll=1):
             self.wait_for_room(queries, q_parity)
             q_parity = q_parity ^ 1
             self.load_queries(mQ, token, now.tiles, queries)
+            self.prefetch_queries(mQ, token + step, items)
+            coming = self.counts(lists, items, token + 2 * step)
             for tile in cutlass.range(now.tiles, unroll=1):
                 stage = tile & 1
-                cute.arch.mbarrier_wait(ring.empty + stage, parity)
+                for half in cutlass.range_constexpr(HALVES):
+                    cute.arch.mbarrier_wait(ring.empty + (HALVES * stage + half), parity)
+                    for batch in cutlass.range_constexpr(BATCHES):
+                        rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
+                        convert(held[batch], raw[None, batch], scales[None, batch], rows, CHUNKS_OF[half])
+                    if cutlass.const_expr(half == 0):
+                        if lane == 0:
+                            self.store_valid(ring, stage, warp, there)
+                    self.visible_to_mma()  # a fence that would wait for loads, too: none is under way
+                    cute.arch.mbarrier_arrive(ring.full + (HALVES * stage + half))
                 for batch in cutlass.range_constexpr(BATCHES):
-                    rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
-                    convert(held[batch], raw[None, batch], scales[None, batch], rows)
                     self.start(pools, index, in_window, batch, held, raw, scales)
-                if lane == 0:
-                    self.store_valid(ring, stage, warp, there)
-                cute.arch.mbarrier_arrive(ring.full + stage)
                 parity = parity ^ stage
                 there = cute.arch.vote_ballot_sync(index >= 0)
                 index, in_window = self.next_entry(lists, now, following, tile + 2, own)
             now = following
-            following = self.span(lists, items, token + 2 * items.step)
+            following = self.span(coming, items, token + 2 * step)
 
     @cute.jit
     def next_entry(self, lists: KeyLists, now: Span, following: Span, tile: Int32, key: Int32):
@@ -109,14 +145,17 @@ class PrefillKeys(Keys):
         if tile >= now.tiles:
             token, entries, window, entry_row, window_row, window_at, _ = following
             place = place - now.tiles * TILE_N
-        index, in_window = Int32(-1), Int32(0)
+        index, in_window, address = Int32(-1), Int32(0), Int64(0)
         if cutlass.const_expr(self.entries != "none"):
-            if place < window_at:
-                index = row(lists.entries.index, entry_row, token, place, entries)
+            if place < window_at and place < entries:
+                index, address = self.named(lists.entries.index, token, place, entry_row)
         if cutlass.const_expr(self.window):
-            if place >= window_at:
-                index, in_window = row(lists.window.index, window_row, token, place - window_at, window), Int32(1)
-        return index, in_window
+            place = place - window_at
+            if place >= 0:
+                in_window = Int32(1)
+                if place < window:
+                    index, address = self.named(lists.window.index, token, place, window_row)
+        return loaded(index, address), in_window
 
     @cute.jit
     def start(
@@ -163,3 +202,16 @@ class PrefillKeys(Keys):
             source = mQ[token, head, None].iterator.toint() + thread % pieces * PIECE
             copy(target + place * ROW_BYTES + ((thread ^ place) % 8 << 4), source, size)
         cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)
+
+    @cute.jit
+    def prefetch_queries(self, mQ: cute.Tensor, token: Int32, items: Items):
+        """Have L2 fetch Q of a token, if there is one: its copy starts when the last S of this token is there."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        head = self.head_block() * TILE_M + thread
+        if thread < TILE_M and head < mQ.shape[1] and token < items.end:
+            prefetch(mQ[token, head, None].iterator.toint(), HEAD_DIM * 2)
+
+
+def prefetch(address: Int64, size: int) -> None:
+    """Have L2 fetch ``size`` bytes, a multiple of 16."""
+    asm(f"cp.async.bulk.prefetch.L2.global [$0], {size};", [], [address])
