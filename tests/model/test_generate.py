@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_a_line_and_its_exit_code(folder):
     arguments = ["generate", "Ab", "--model", folder, "--tokens", "900", *REFERENCE]
     process = subprocess.Popen(
         [sys.executable, "-m", "dsv4lib.lab.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(env.root())},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(env.root()), *sys.path])},
     )  # fmt: skip
     assert process.stdout.read(2) == b"Ab"
     process.send_signal(signal.SIGINT)

@@ -53,8 +53,11 @@ class Wish:
 def show_plan(wish: Wish, console: Console) -> int:
     """Print the steps with their estimated seconds."""
     found = gpu.find()
-    steps = plan.steps(wish.arch or (found.arch if found else None) or "sm_100a", wish.only)
-    proven = "" if reading.recordings() else "; it has not run on a GPU yet"
+    arch = wish.arch or (found.arch if found else None) or "sm_100a"
+    steps = plan.steps(arch, wish.only)
+    known = {line.probe for folder in reading.recordings() for line in reading.recorded(folder)}
+    ran = any(probe.name in known for probe in forms.probes() if probe.arch == arch)
+    proven = "" if ran else "; no such GPU has run it yet"
     table = Table("step", "what", "seconds", "runs")
     for step in steps:
         runs = step.skipped or (f"{len(step.probes)} micro-kernels" if step.probes else "a command")

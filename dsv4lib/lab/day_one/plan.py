@@ -10,9 +10,10 @@ from fnmatch import fnmatchcase
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.day_one import forms
 
-# Estimates for a machine with a GPU: a process with its context, a probe in it, a stage, an op's rows.
-PROCESS_S, PROBE_S, STAGE_S, OP_S, COUNTERS_S = 2.0, 0.15, 12.0, 8.0, 60.0
-PROBE_LIMIT_S, STAGE_LIMIT_S, OP_LIMIT_S, COUNTERS_LIMIT_S = 30.0, 180.0, 120.0, 300.0
+# A process with its context, a probe in it and a stage took this on an H200; an op's rows and counters are estimates.
+PROCESS_S, PROBE_S, STAGE_S, OP_S, COUNTERS_S = 1.0, 0.03, 30.0, 30.0, 60.0
+PROBE_LIMIT_S, STAGE_LIMIT_S, OP_LIMIT_S, COUNTERS_LIMIT_S = 30.0, 180.0, 300.0, 300.0
+AHEAD = 8  # processes that compile an op's kernels
 OUT = "{out}"  # in a command: the step's own folder
 SETS = {"sm_100a": "b200", "sm_90a": "quick"}  # set of parameters that stages of this architecture run with
 # Files that a command leaves in its folder and that are sent back.
@@ -109,7 +110,8 @@ def _times() -> list[Step]:
 
     found = []
     for op in sorted(modules.known()):
-        command = (sys.executable, "-m", "dsv4lib.bench.ops.harness", f"--only={op}", f"--record={OUT}")
+        options = (f"--only={op}", "--providers=none", f"--ahead={AHEAD}", f"--record={OUT}")
+        command = (sys.executable, "-m", "dsv4lib.bench.ops.harness", *options)
         about = f"times of {op} on this GPU, beside floors"
         found.append(Step(f"time.{op}", "command", about, OP_S, OP_LIMIT_S, command=command))
     return found

@@ -63,10 +63,10 @@ def test_a_gpu_that_it_is_not_for(found: gpu.Gpu, arch: str, message: str, monke
 
 
 @pytest.mark.parametrize("arch", plan.SETS)
-def test_the_plan_is_about_ten_minutes(arch: str) -> None:
+def test_the_plan_is_under_half_an_hour(arch: str) -> None:
     steps = plan.steps(arch)
     assert len({step.name for step in steps}) == len(steps)
-    assert sum(step.seconds for step in steps) < 12 * 60
+    assert sum(step.seconds for step in steps) < 30 * 60
     kinds = {step.name.partition(".")[0] for step in steps}
     assert kinds == {"form", "stage", "time", "counters"}
     assert all(bool(step.probes) + bool(step.command) + bool(step.skipped) == 1 for step in steps)
@@ -74,7 +74,7 @@ def test_the_plan_is_about_ten_minutes(arch: str) -> None:
 
 def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
     code, said = dsv4("--plan", "--arch=sm_100a", f"--out={tmp_path}", "--only=form.*")
-    assert code == 0 and "an estimate; it has not run on a GPU yet" in said
+    assert code == 0 and "an estimate; no such GPU has run it yet" in said
     assert "scale_columns" in said and "a B200 does not have it" in said
     assert list(tmp_path.iterdir()) == []
 

@@ -63,11 +63,7 @@ class Keys(Config):
 
     @cute.jit
     def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring):
-        """Producer warps: tile after tile.
-
-        A tile's loads start when the one before is converted whole: loads of a warp have one scoreboard, so that to
-        wait for those of an older tile is to wait for all.
-        """
+        """Producer warps: tile after tile."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
         first_key = warp * KEYS
         own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
@@ -88,17 +84,16 @@ class Keys(Config):
         stage, parity = Int32(0), Int32(1)
         for tile in cutlass.range(work.first, work.end, unroll=1):
             there = cute.arch.vote_ballot_sync(index >= 0)
+            index, ahead = ahead, self.entry(lists, work, tile + 2, own)
             place = (tile + 1) * TILE_N + key
             cute.arch.mbarrier_wait(ring.empty + stage, parity)
             for batch in cutlass.range_constexpr(BATCHES):
                 rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                 convert(held[batch], raw[None, batch], scales[None, batch], rows)
+                self.fetch(pools, work, place, index, batch, held, raw, scales)
             if lane == 0:
                 self.store_valid(ring, stage, warp, there)
             cute.arch.mbarrier_arrive(ring.full + stage)
-            index, ahead = ahead, self.entry(lists, work, tile + 2, own)
-            for batch in cutlass.range_constexpr(BATCHES):
-                self.fetch(pools, work, place, index, batch, held, raw, scales)
             stage = stage + 1
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
