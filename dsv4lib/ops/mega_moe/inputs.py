@@ -25,13 +25,14 @@ CALIBRATED = 0.75  # of the largest possible values: of the ranges of h the smal
 
 
 class Tokens(NamedTuple):
-    """What a rank brings: arguments of `mega_moe`, and its tokens as numbers, fp64 [T, H]."""
+    """What a rank brings: arguments of `mega_moe`, and its tokens as numbers, fp64 [T, H], and raw, fp32."""
 
     x: Tensor
     x_scale: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
     numbers: Tensor
+    raw: Tensor
 
 
 class Factors(NamedTuple):
@@ -40,6 +41,14 @@ class Factors(NamedTuple):
     l1_alphas: Tensor | None = None
     l2_alphas: Tensor | None = None
     l2_act_scales: Tensor | None = None
+
+
+class Matrices(NamedTuple):
+    """Gate, down and up of all experts, [E, I, H], [E, H, I], [E, I, H]."""
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
 
 
 class Weights(NamedTuple):
@@ -62,7 +71,7 @@ class Case:
 
     Attributes:
         layout: of the group. ranks: by rank. l1, l2, factors: weights by rank.
-        w1, w2, w3: gate, down and up of all experts as numbers, fp64.
+        w1, w2, w3: gate, down and up of all experts as numbers, fp64. raw: before they were quantised, fp32.
     """
 
     layout: Layout
@@ -73,6 +82,7 @@ class Case:
     w1: Tensor
     w2: Tensor
     w3: Tensor
+    raw: Matrices
 
     @property
     def h_scales(self) -> Tensor | None:
@@ -92,7 +102,7 @@ class Case:
         factors = self.factors[0]
         if one.mode == "nvfp4":
             factors = Factors(*(torch.cat(parts) for parts in zip(*self.factors, strict=True)))
-        return Case(layout, [tokens], [joined[0]], [joined[1]], [factors], self.w1, self.w2, self.w3)
+        return Case(layout, [tokens], [joined[0]], [joined[1]], [factors], self.w1, self.w2, self.w3, self.raw)
 
 
 def rerouted(made: Case) -> Case:
@@ -104,41 +114,50 @@ def rerouted(made: Case) -> Case:
     return replace(made, ranks=ranks)
 
 
-def case(layout: Layout, tokens: list[int], seed: int = 0, masked: float = MASKED, busy: int | None = None) -> Case:
+def case(
+    layout: Layout,
+    tokens: list[int],
+    seed: int = 0,
+    masked: float = MASKED,
+    busy: int | None = None,
+    headroom: float = 1.0,
+) -> Case:
     """Make a case.
 
     Args:
         tokens: of each rank, 0 to layout.max_tokens.
         masked: share of routes that are -1.
         busy: an expert that every token's first slot goes to.
+        headroom: of NVFP4, multiplies the calibrated ranges of tokens and h; 2 is more than they take.
     """
     generator = torch.Generator().manual_seed(seed)
     one = layout
-    ranks = [_tokens(one, n, generator, masked, busy) for n in tokens]
+    ranks = [_tokens(one, n, generator, masked, busy, headroom) for n in tokens]
     w13 = _matrix(generator, one.experts, 2 * one.intermediate, one.hidden) * (SPREAD * one.hidden**-0.5)
     w2 = _matrix(generator, one.experts, one.hidden, one.intermediate) * one.intermediate**-0.5
     gate_up = w13.unflatten(1, (-1, 2, 8))
-    gate, up, down = (quantised(w, one.mode) for w in (*(gate_up[:, :, i].flatten(1, 2) for i in (0, 1)), w2))
+    raw = Matrices(gate_up[:, :, 0].flatten(1, 2), w2, gate_up[:, :, 1].flatten(1, 2))
+    gate, down, up = (quantised(w, one.mode) for w in raw)
     codes, scales = (
         torch.stack([_eights(a), _eights(b)], 2).flatten(1, 3) for a, b in zip(gate[:2], up[:2], strict=True)
     )
     l1, l2 = (_shared(c, scale_swizzle.swizzle(s), one.world) for c, s in ((codes, scales), (down.codes, down.scales)))
     factors = [Factors()] * one.world
     if one.mode == "nvfp4":
-        h_scales = CLAMP**2 / nvfp4.RANGE * CALIBRATED * torch.logspace(0, 0.5, one.experts, base=2.0)
-        alphas = torch.stack([gate.alphas, up.alphas], 1) * x_scale_of_all()
+        h_scales = headroom * CLAMP**2 / nvfp4.RANGE * CALIBRATED * torch.logspace(0, 0.5, one.experts, base=2.0)
+        alphas = torch.stack([gate.alphas, up.alphas], 1) * x_scale_of_all(headroom)
         parts = zip(*(x.chunk(one.world) for x in (alphas, down.alphas * h_scales, h_scales)), strict=True)
         factors = [Factors(*(x.contiguous() for x in part)) for part in parts]
-    return Case(one, ranks, l1, l2, factors, gate.numbers, down.numbers, up.numbers)
+    return Case(one, ranks, l1, l2, factors, gate.numbers, down.numbers, up.numbers, raw)
 
 
 def _eights(rows: Tensor) -> Tensor:
     return rows.unflatten(1, (-1, 8))
 
 
-def x_scale_of_all() -> Tensor:
+def x_scale_of_all(headroom: float = 1.0) -> Tensor:
     """Return the calibrated global scale of tokens, one for all ranks."""
-    return torch.tensor(X_SIZE / nvfp4.RANGE)
+    return torch.tensor(headroom * X_SIZE / nvfp4.RANGE)
 
 
 def quantised(w: Tensor, mode: str) -> Weights:
@@ -154,23 +173,26 @@ def quantised(w: Tensor, mode: str) -> Weights:
     return Weights(codes, scales, alphas, numbers)
 
 
-def _tokens(one: Layout, count: int, generator: torch.Generator, masked: float, busy: int | None) -> Tokens:
+def _tokens(
+    one: Layout, count: int, generator: torch.Generator, masked: float, busy: int | None, headroom: float
+) -> Tokens:
     size = torch.exp2(torch.rand(count, 1, generator=generator) * 4 - 2)
-    codes, x_scales, numbers = rows_of(torch.randn(count, one.hidden, generator=generator) * size, one.mode)
+    raw = torch.randn(count, one.hidden, generator=generator) * size
+    codes, x_scales, numbers = rows_of(raw, one.mode, headroom)
     chosen = torch.rand(count, one.experts, generator=generator).topk(one.topk).indices
     if busy is not None:
         elsewhere = (chosen != busy).all(1)
         chosen[elsewhere, 0] = busy
     chosen[torch.rand(chosen.shape, generator=generator) < masked] = -1
     weights = torch.rand(chosen.shape, generator=generator) + 0.1
-    return Tokens(codes, x_scales, chosen, weights, numbers)
+    return Tokens(codes, x_scales, chosen, weights, numbers, raw)
 
 
-def rows_of(x: Tensor, mode: str) -> tuple[Tensor, Tensor, Tensor]:
+def rows_of(x: Tensor, mode: str, headroom: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise tokens [T, H] to a mode's format; returns codes, scales and what they stand for, fp64."""
     u8 = torch.uint8
     if mode == "nvfp4":
-        q = nvfp4.quantize(x, x_scale_of_all())
+        q = nvfp4.quantize(x, x_scale_of_all(headroom))
         return q.packed.view(u8), q.scales.view(u8), nvfp4.dequantize(q, torch.float64)
     q = fp8_block.quantize_activation(x, FORMATS[mode].group)
     scales = ue8m0.decode(q.scales, torch.float64).repeat_interleave(FORMATS[mode].group, -1)

@@ -21,11 +21,12 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.mega_moe.arguments import fake_args, launch_args
 from dsv4lib.ops.mega_moe.buffer import SymmetricBuffer
-from dsv4lib.ops.mega_moe.inputs import CLAMP, Case
+from dsv4lib.ops.mega_moe.inputs import CLAMP, Case, Matrices
 from dsv4lib.ops.mega_moe.kernel import MegaMoe
 from dsv4lib.ops.mega_moe.layout import Layout
 from dsv4lib.ops.mega_moe.op import Call
 from dsv4lib.reference import mega_moe as oracle
+from dsv4lib.reference import moe_gemm as gemm_oracle
 
 SENTINEL = 119  # of every byte of an output, and of results in `combine` that no rank sends
 
@@ -173,6 +174,17 @@ def expected(made: Case, weighted: str = "l1") -> list[Tensor]:
     """Ask the oracle for every rank."""
     ranks = [(one.numbers, one.topk_idx, one.topk_weights.double()) for one in made.ranks]
     return oracle.mega_moe(ranks, made.w1, made.w2, made.w3, CLAMP, oracle.Rounding(made.h_scales, weighted))
+
+
+def unrounded(made: Case, weights_of: Matrices | None = None) -> list[Tensor]:
+    """Compute every rank's output of tokens before they were quantised, fp64; by default of such weights, too."""
+    w1, w2, w3 = (list(x.double()) for x in weights_of or made.raw)
+    outs = []
+    for one in made.ranks:
+        there = (one.topk_idx >= 0) & (one.topk_idx < made.layout.experts)
+        weights = one.topk_weights.double() * there
+        outs.append(gemm_oracle.moe_gemm(one.raw.double(), one.topk_idx * there, weights, w1, w2, w3, CLAMP))
+    return outs
 
 
 def call_of(made: Case, buffer: SymmetricBuffer, rank: int, out: Tensor) -> Call:

@@ -421,7 +421,7 @@ def test_calls_that_are_refused(mode, name, change):
 
 
 def test_options_that_are_refused():
-    """Tiles that would read past an expert, and a layer that no one has."""
+    """Tiles that would read past an expert, and a layer that does not exist."""
     with pytest.raises(ConfigError) as caught:
         MegaMoe(weighted="l3")
     assert caught.value.name == "weighted"
