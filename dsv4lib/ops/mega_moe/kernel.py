@@ -135,6 +135,7 @@ class MegaMoe(Dispatch, Combine):
         tile_n: tokens of a tile, one of `TILES`: their boxes and blocks of scales end where an expert's rows do. A
             larger tile of `moe_gemm` would read rows of the next expert, which may still be arriving.
         weighted: "l1" or "l2", the layer whose results take the routing weights.
+        fast_math: of the SwiGLU, see `moe_gemm.epilogue.swiglu`.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -153,6 +154,7 @@ class MegaMoe(Dispatch, Combine):
         tile_n: int = 64,
         mode: str = "w4a8",
         weighted: str = "l1",
+        fast_math: bool = True,
     ):
         if tile_n not in TILES:
             raise ConfigError("tile_n", tile_n, "one of " + ", ".join(map(str, TILES)))
@@ -165,12 +167,13 @@ class MegaMoe(Dispatch, Combine):
         self.first, self.second = (
             kind(layout, extra, tile_n, weighted == name) for kind, name in zip(kinds, WEIGHTED, strict=True)
         )
+        self.first.fast_math = fast_math
         self.tile_n, self.weighted, self.stages = tile_n, weighted, self.first.stages
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         one = self.layout
         sizes = one.world, one.experts, one.max_tokens, one.topk, one.hidden, one.intermediate, self.tile_n
-        sizes = *sizes, one.mode, f"weighted_{self.weighted}"
+        sizes = *sizes, one.mode, f"weighted_{self.weighted}", "fast" if self.first.fast_math else "exact"
         return f"{type(self).__name__}({', '.join(map(str, sizes))})"
 
     def budget(self) -> list[BudgetRow]:

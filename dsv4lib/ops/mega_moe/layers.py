@@ -16,7 +16,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, memory, pipeline
 from dsv4lib.ops.mega_moe import symmetric
 from dsv4lib.ops.mega_moe.layout import TILE, WORD, Layout
 from dsv4lib.ops.moe_gemm.config import EPILOGUE_THREADS
-from dsv4lib.ops.moe_gemm.epilogue import Ends
+from dsv4lib.ops.moe_gemm.epilogue import Ends, swiglu
 from dsv4lib.ops.moe_gemm.load import Depth, Rings, Sources
 from dsv4lib.ops.moe_gemm.schedule import Groups, Place, Tile
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
@@ -181,9 +181,15 @@ class Layer(MoeGemm):
 class First(Layer):
     """L1: gate and up, SwiGLU, routing weight, MXFP8 or NVFP4."""
 
+    fast_math = True
+
     def __init__(self, layout: Layout, extra: int, tile_n: int, weighted: bool = True):
         self.features, self.depth_k = 2 * layout.intermediate, layout.hidden
         super().__init__(layout, extra, tile_n=tile_n, swiglu=True, out=QUANTISED[layout.mode], routed=weighted)
+
+    def activate(self, gate: Float32, up: Float32, limit: Float32):
+        """Combine gate and up of a feature."""
+        return swiglu(gate, up, limit, self.fast_math)
 
     @cute.jit
     def wait_rows(self, groups: Groups, place: Place, mem: Memory):

@@ -51,6 +51,7 @@ def mega_moe(
     l2_act_scales: Tensor | None = None,
     weighted: str = "l1",
     clamp: float = 10.0,
+    fast_math: bool = True,
     expected: int | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -76,7 +77,8 @@ def mega_moe(
         weighted: "l1": routing weights multiply h before it is quantised, as DSV4's released code has it; "l2": they
             multiply the result, so that the range of h does not depend on them.
         buffer: this rank's memory. A call adds to ``buffer.received`` what each of the rank's experts got.
-        clamp: of the SwiGLU.
+        clamp: of the SwiGLU. fast_math: silu by exp2 and a reciprocal that are approximations; False: by `dsl.silu`,
+            whose error does not grow with the gate. All else is the same.
         expected: tokens of an expert on average, from all ranks; it chooses the tile. None: as if all ranks had T.
         out: bf16 [T, H], written; None: new.
         backend: "auto", "native", "emulator" or "reference" (of one rank).
@@ -100,7 +102,7 @@ def mega_moe(
     sizes = one.world, one.experts, one.max_tokens, one.topk, one.hidden, one.intermediate, one.mode
     memory = buffer.storage, buffer.peers, buffer.state, buffer.workspace
     weights = Operand(*l1), Operand(*l2), l1_alphas, l2_alphas, l2_act_scales
-    Call.op(*memory, *weights, out, *sizes, weighted, buffer.rank, tokens, clamp, expected, backend)
+    Call.op(*memory, *weights, out, *sizes, weighted, buffer.rank, tokens, clamp, fast_math, expected, backend)
     return out
 
 
@@ -130,6 +132,7 @@ class Call:
     rank: int
     tokens: int
     clamp: float
+    fast_math: bool
     expected: int
     backend: str
 
@@ -213,7 +216,8 @@ class Call:
         tile_n = next((n for n in TILES if n >= largest(self.expected)), TILES[-1])
         names = "world", "experts", "max_tokens", "topk", "hidden", "intermediate"
         sizes = {name: getattr(self, name) for name in names}
-        return {**sizes, "tile_n": tile_n, "mode": self.formats, "weighted": self.weighted}
+        options = {"mode": self.formats, "weighted": self.weighted, "fast_math": self.fast_math}
+        return {**sizes, "tile_n": tile_n, **options}
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""

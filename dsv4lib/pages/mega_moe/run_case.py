@@ -76,9 +76,9 @@ class Outcome:
         return [*found, *["stray bytes"] * bool(self.stray), *["wrong numbers"] * (not self.right)]
 
 
-def settings_of(made: Case, tile_n: int = 64, weighted: str = "l1") -> dict[str, Any]:
+def settings_of(made: Case, tile_n: int = 64, weighted: str = "l1", fast_math: bool = True) -> dict[str, Any]:
     """Make options of the kernel for a case."""
-    return {**asdict(made.layout), "tile_n": tile_n, "weighted": weighted}
+    return {**asdict(made.layout), "tile_n": tile_n, "weighted": weighted, "fast_math": fast_math}
 
 
 def run_mega_moe(
@@ -89,6 +89,7 @@ def run_mega_moe(
     order: list[int] | None = None,
     launches: int = 1,
     weighted: str = "l1",
+    fast_math: bool = True,
     **device: Any,
 ) -> Outcome:
     """Run `MegaMoe` (or a variant) on a case, a device a rank.
@@ -96,13 +97,13 @@ def run_mega_moe(
     Args:
         made: from `ops.mega_moe.inputs.case`; several of one layout are calls one after the other.
         kernel_type: the class. grid: CTAs of a device. tile_n: of the kernel. order: of the ranks' launches.
-        weighted: layer whose results take the routing weights.
+        weighted: layer whose results take the routing weights. fast_math: of the SwiGLU.
         launches: of every call, queued one after the other: a fast rank may begin the next before a slow one has ended.
         device: options of `emulator.devices` (schedule, seed, checks, trace, ...).
     """
     cases = made if isinstance(made, list) else [made]
     one = cases[0].layout
-    settings = settings_of(cases[0], tile_n, weighted)
+    settings = settings_of(cases[0], tile_n, weighted, fast_math)
     kernel, code = compile_cache.default().get(kernel_type, settings, fake_args, "sm_100a")
     outs: list[Tensor] = []
     error, stray = None, 0
@@ -192,7 +193,14 @@ def call_of(made: Case, buffer: SymmetricBuffer, rank: int, out: Tensor) -> Call
     sizes = asdict(made.layout)
     sizes["formats"] = sizes.pop("mode")
     memory = {name: getattr(buffer, name) for name in ("storage", "peers", "state", "workspace")}
-    numbers = {"rank": rank, "tokens": len(made.ranks[rank].x), "clamp": CLAMP, "expected": 0, "backend": "emulator"}
+    numbers = {
+        "rank": rank,
+        "tokens": len(made.ranks[rank].x),
+        "clamp": CLAMP,
+        "fast_math": True,
+        "expected": 0,
+        "backend": "emulator",
+    }
     weights = {"l1": made.l1[rank], "l2": made.l2[rank], **made.factors[rank]._asdict()}
     return Call(**memory, **weights, out=out, **sizes, weighted="l1", **numbers)
 

@@ -206,6 +206,16 @@ def test_routes_without_room_are_counted_and_seen(mode):
     assert [int(b.lost) for b in run_mega_moe(good).buffers] == [0, 0]
 
 
+def test_without_fast_math():
+    """A division instead of the approximate reciprocal; what it brings, `tests/dsl/test_silu.py` measures."""
+    made = case(TWO, [5, 17])
+    for fast_math in (True, False):
+        outcome = run_mega_moe(made, fast_math=fast_math)
+        assert outcome.clean, outcome.findings()
+        assert ("div.rn.f32" in outcome.compiled.ptx) == (not fast_math)
+        assert ("rcp.approx" in outcome.compiled.ptx) == fast_math and outcome.compiled.spills == 0
+
+
 def test_hard_values_of_four_bits():
     """Zeros of both signs; blocks whose scale is 0 beside others; one block far above the range of all scales; a scale
     that is NaN stays in its token; weights of zero.
@@ -338,6 +348,8 @@ def test_the_op_on_one_rank(mode):
     assert 0 < float(error) < 2**-8
     tight = mega_moe(*given, l1, l2, buffer, clamp=0.5, **how, backend="emulator")
     assert torch.isfinite(tight).all() and not torch.equal(tight, outs[0])
+    slow = mega_moe(*given, l1, l2, buffer, clamp=CLAMP, **how, fast_math=False, backend="emulator")
+    assert compare(slow, outs[0]).passed
     late = [mega_moe(*given, l1, l2, buffer, clamp=CLAMP, **how, weighted="l2", backend=b) for b in BACKENDS]
     assert compare(*late).passed and not torch.equal(late[0], outs[0])
     nothing = (x[:0] for x in given)
