@@ -4,8 +4,8 @@
     layer.finalize_weights()                                 once: into the order that the kernel reads
     y = layer(hidden_states, topk_weights, topk_ids)         bf16 [T, H]; every rank calls, in lockstep
 
-Names and life cycle are those of vLLM's layer around DeepGEMM's kernel. The kernel's weights are MXFP4: an NVFP4
-checkpoint is no input here (`loader.mega_moe` says what each conversion costs).
+Names and life cycle are those of vLLM's layer around DeepGEMM's kernel. The layout's mode says what checkpoints have:
+MXFP4 ("w4a8", tokens are quantised to MXFP8) or NVFP4 ("nvfp4", tokens to NVFP4); neither is converted to the other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer, mega_moe
-from dsv4lib.ops.mega_moe.layout import GROUP
+from dsv4lib.ops.mega_moe.kernel import WEIGHTED
+from dsv4lib.ops.mega_moe.layers import QUANTISED
 from dsv4lib.ops.moe_gemm.operands import Operand
 from dsv4lib.ops.quantize.op import quantize
 
 RUN = 8  # rows of gate, then of up
 RAW = ("w13", "w13_scale", "w2", "w2_scale")
 FINAL = ("l1_codes", "l1_scales", "l2_codes", "l2_scales")
+FACTORS = ("l1_alphas", "l2_alphas", "l2_act_scales", "x_scale")  # of NVFP4
+GLOBAL = ("w13_scale_2", "w2_scale_2", "input_scales")
 
 
 class MegaMoeExperts(torch.nn.Module):
@@ -34,12 +37,16 @@ class MegaMoeExperts(torch.nn.Module):
     Args:
         layout: sizes of the group. rank: of this process.
         make_buffer: makes this rank's memory of a layout, when it is first needed; None: ordinary memory, of one rank.
-        limit: of the SwiGLU clamp. backend: of every op. device: of the weights.
+        limit: of the SwiGLU clamp. weighted: as of `mega_moe`. backend: of every op. device: of the weights.
 
     Attributes:
-        w13: uint8 [E / W, 2 I, H / 2], packed E2M1, rows of gate, then of up. w13_scale: uint8 [E / W, 2 I, H / 32],
-            E8M0. w2: uint8 [E / W, H, I / 2]. w2_scale: uint8 [E / W, H, I / 32]. None once weights are final.
+        w13: uint8 [E / W, 2 I, H / 2], packed E2M1, rows of gate, then of up. w13_scale: uint8 [E / W, 2 I, H / group],
+            E8M0 per 32, or E4M3 per 16. w2: uint8 [E / W, H, I / 2]. w2_scale: uint8 [E / W, H, I / group].
+        w13_scale_2: fp32 [E / W, 2], global scales of NVFP4 gate and up. w2_scale_2: fp32 [E / W]. input_scales: fp32
+            [E / W, 2], calibrated scales of tokens, and of h. Tokens have one scale on all ranks: the first column is
+            the largest of all experts, as `loader.moe` reads it. All that is loaded is None once weights are final.
         l1_codes, l1_scales, l2_codes, l2_scales: what the kernel reads, then. None until weights are final.
+        l1_alphas, l2_alphas, l2_act_scales: fp32, as of `mega_moe`. x_scale: fp32 [1]. Of NVFP4, else None.
 
     Raises:
         ArgumentError: several ranks without ``make_buffer``, a rank that is none of them.
@@ -53,6 +60,7 @@ class MegaMoeExperts(torch.nn.Module):
         *,
         make_buffer: Callable[[Layout], SymmetricBuffer] | None = None,
         limit: float = 10.0,
+        weighted: str = "l1",
         backend: str = "auto",
         device: str = "cpu",
     ) -> None:
@@ -61,16 +69,27 @@ class MegaMoeExperts(torch.nn.Module):
             raise ArgumentError("rank", rank, f"0 to {layout.world - 1}")
         if make_buffer is None and layout.world > 1:
             raise ArgumentError("make_buffer", None, f"what makes symmetric memory of {layout.world} ranks")
-        self.layout, self.rank, self.limit, self.backend = layout, rank, limit, backend
+        if weighted not in WEIGHTED:
+            raise ArgumentError("weighted", weighted, "one of " + ", ".join(WEIGHTED))
+        self.layout, self.rank, self.limit, self.weighted, self.backend = layout, rank, limit, weighted, backend
         self._make_buffer = make_buffer or (lambda one: SymmetricBuffer.alone(one, self.device))
         self._buffer: SymmetricBuffer | None = None
-        for name in FINAL:
+        for name in (*FINAL, *FACTORS):
             self.register_buffer(name, None)
-        shapes = {"w13": (2 * layout.intermediate, layout.hidden), "w2": (layout.hidden, layout.intermediate)}
-        for name, (rows, k) in shapes.items():
-            for suffix, columns in (("", k // 2), ("_scale", k // GROUP)):
-                shape = layout.local, rows, columns
-                self.register_buffer(name + suffix, torch.zeros(shape, dtype=torch.uint8, device=device))
+        for name, (dtype, shape) in self._loaded().items():
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
+
+    def _loaded(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """List types and shapes of what is loaded."""
+        one, u8 = self.layout, torch.uint8
+        found = {}
+        for name, rows, k in (("w13", 2 * one.intermediate, one.hidden), ("w2", one.hidden, one.intermediate)):
+            found[name] = u8, (one.local, rows, k // 2)
+            found[f"{name}_scale"] = u8, (one.local, rows, one.scales(k))
+        if one.mode == "nvfp4":
+            shapes = (one.local, 2), (one.local,), (one.local, 2)
+            found |= {name: (torch.float32, shape) for name, shape in zip(GLOBAL, shapes, strict=True)}
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -91,22 +110,31 @@ class MegaMoeExperts(torch.nn.Module):
         """Order weights as the kernel reads them, and drop those that were loaded; again: nothing.
 
         Raises:
-            ArgumentError: a weight of another type or shape than `__init__` made.
+            ArgumentError: a weight of another type or shape than `__init__` made; a global scale that is not positive
+                and finite; two scales of tokens.
         """
         if self.l1 is not None:
             return
-        one = self.layout
-        for name, k in (("w13", one.hidden), ("w2", one.intermediate)):
-            rows = 2 * one.intermediate if name == "w13" else one.hidden
-            for suffix, columns in (("", k // 2), ("_scale", k // GROUP)):
-                x, wanted = getattr(self, name + suffix), (one.local, rows, columns)
-                if x.dtype != torch.uint8 or tuple(x.shape) != wanted:
-                    raise ArgumentError(name + suffix, f"{x.dtype}{list(x.shape)}", f"torch.uint8{list(wanted)}")
+        for name, (dtype, shape) in self._loaded().items():
+            x = getattr(self, name)
+            if x.dtype != dtype or tuple(x.shape) != shape:
+                raise ArgumentError(name, f"{x.dtype}{list(x.shape)}", f"{dtype}{list(shape)}")
+            if dtype == torch.float32 and x.device.type != "meta" and not bool((x.isfinite() & (x > 0)).all()):
+                raise ArgumentError(name, x.tolist(), "positive and finite")
+        if self.layout.mode == "nvfp4":
+            self._finalize_factors()
         self.l1_codes = _alternating(self.w13)
         self.l1_scales = scale_swizzle.swizzle(_alternating(self.w13_scale))
         self.l2_codes, self.l2_scales = self.w2, scale_swizzle.swizzle(self.w2_scale)
-        for name in RAW:
+        for name in (*RAW, *GLOBAL):
             self.register_buffer(name, None)
+
+    def _finalize_factors(self) -> None:
+        x_scales, h_scales = self.input_scales.unbind(1)
+        if x_scales.device.type != "meta" and bool((x_scales != x_scales[0]).any()):
+            raise ArgumentError("input_scales", x_scales.tolist(), "one scale of tokens: the largest of all experts")
+        self.x_scale, self.l2_act_scales = x_scales[:1].clone(), h_scales.contiguous()
+        self.l1_alphas, self.l2_alphas = self.w13_scale_2 * self.x_scale, self.w2_scale_2 * self.l2_act_scales
 
     def get_symm_buffer(self) -> SymmetricBuffer:
         """Return this rank's memory, made by the hook on the first call.
@@ -145,9 +173,12 @@ class MegaMoeExperts(torch.nn.Module):
             raise ArgumentError("hidden_states", tuple(hidden_states.shape), f"at most {self.layout.max_tokens} tokens")
         codes, scales = buffer.x[:count], buffer.x_scales[:count]
         there = (codes, scales, None) if scales.is_contiguous() else None  # where peers read them: no copy
-        q = quantize(hidden_states, "mxfp8", out=there, backend=self.backend)
+        form = {"out": there, "backend": self.backend}
+        q = quantize(hidden_states, QUANTISED[self.layout.mode], global_scale=self.x_scale, **form)
         given = q.codes, q.scales, topk_ids, topk_weights
-        return mega_moe(*given, self.l1, self.l2, buffer, clamp=self.limit, backend=self.backend)
+        factors = {name: getattr(self, name) for name in FACTORS if name != "x_scale"}
+        how = {"weighted": self.weighted, "clamp": self.limit, "backend": self.backend}
+        return mega_moe(*given, self.l1, self.l2, buffer, **factors, **how)
 
 
 def _alternating(joined: Tensor) -> Tensor:

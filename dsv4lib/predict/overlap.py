@@ -20,8 +20,20 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.predict.moe import MODELS, TOP, Model
 from dsv4lib.predict.rates import Gpu, gpu
 
+
+class Products(NamedTuple):
+    """How activations of a format are multiplied: rate of the MMA, as a multiple of bf16's, and bytes of a weight."""
+
+    rate: int
+    weight: float
+
+
 SCALE_GROUP = 32  # elements of a UE8M0 scale
-WEIGHT_BYTES = 4.25 / 8  # MXFP4, scales included
+PRODUCTS = {  # weights with their scales: MXFP4, NVFP4, bf16
+    "mxfp8": Products(2, 4.25 / 8),
+    "nvfp4": Products(4, 4.5 / 8),
+    "bf16": Products(1, 2.0),
+}
 PUBLISHED = {  # us, 8 B200, DeepGEMM #316, tokens a rank
     ("Flash", 1): 56.5,
     ("Flash", 512): 146.5,
@@ -97,7 +109,7 @@ def predict(
     Args:
         model: a name in `moe.MODELS`, or sizes.
         tokens: of each rank. ranks: of the group; they divide the experts. topk: experts a token.
-        card: None: a B200. activations: of `dispatch_bytes`.
+        card: None: a B200. activations: of `dispatch_bytes`; weights are those of `PRODUCTS`.
 
     Raises:
         ArgumentError: a size that is not positive, or experts that the ranks do not divide.
@@ -114,7 +126,7 @@ def predict(
     far = rows * (ranks - 1) / ranks
     link = card["nvlink_bytes_s"] / 1e6  # B a us
     pull, back = far * dispatch_bytes(one.hidden, activations) / link, far * combine_bytes(one.hidden) / link
-    first, second = (_gemm(card, rows, outputs, k) for outputs, k in _layers(one))
+    first, second = (_gemm(card, rows, outputs, k, PRODUCTS[activations]) for outputs, k in _layers(one))
     return _chain(active, pull, back, first, second)
 
 
@@ -123,10 +135,10 @@ def _layers(one: Model) -> tuple[tuple[int, int], tuple[int, int]]:
     return (2 * one.width, one.hidden), (one.hidden, one.width)
 
 
-def _gemm(card: Gpu, rows: float, outputs: int, k: int) -> float:
-    """One expert's GEMM, us: FP8 at twice the rate of bf16, or its weights from HBM."""
-    flops = 2 * card["mma_flops"] * card["sms"] * card["clock"] * 1e3  # a us
-    return max(2 * rows * outputs * k / flops, outputs * k * WEIGHT_BYTES / (card["hbm_bytes_s"] / 1e6))
+def _gemm(card: Gpu, rows: float, outputs: int, k: int, products: Products) -> float:
+    """One expert's GEMM, us: at the rate of its MMA, or its weights from HBM."""
+    flops = products.rate * card["mma_flops"] * card["sms"] * card["clock"] * 1e3  # a us
+    return max(2 * rows * outputs * k / flops, outputs * k * products.weight / (card["hbm_bytes_s"] / 1e6))
 
 
 def _chain(experts: int, pull: float, back: float, first: float, second: float) -> Predicted:

@@ -1,9 +1,10 @@
 """The experts of all ranks on the tokens of all ranks, rounded where the fused kernel rounds.
 
-    h       = silu(min(W1 x, limit)) * clip(W3 x, -limit, limit) * weight      quantised to MXFP8, blocks of 32
+    h       = silu(min(W1 x, limit)) * clip(W3 x, -limit, limit) * weight      quantised to MXFP8 or NVFP4
     y[t, s] = W2 h                                                             rounded to bf16: what returns to the rank
     out[t]  = sum_s y[t, s]                                                    slots in order, in fp32
 
+The weight may multiply y instead, before it is rounded (`Rounding.weighted`).
 What rank a token or an expert is on is in no number: the ranks' results are those of one rank with all tokens.
 """
 
@@ -15,10 +16,22 @@ from typing import NamedTuple
 import torch
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import e4m3, fp8_block, ue8m0
+from dsv4lib.formats import e4m3, fp8_block, nvfp4, ue8m0
 from dsv4lib.reference.moe_gemm import swiglu
 
 GROUP = 32
+
+
+class Rounding(NamedTuple):
+    """Say how h is quantised.
+
+    Attributes:
+        h_scales: [E], global scales of NVFP4, by expert; None: MXFP8.
+        weighted: "l1": h has the routing weight; "l2": y has it.
+    """
+
+    h_scales: torch.Tensor | None = None
+    weighted: str = "l1"
 
 
 class Routes(NamedTuple):
@@ -39,13 +52,14 @@ def mega_moe(
     w2: torch.Tensor,
     w3: torch.Tensor,
     limit: float,
+    rounding: Rounding | None = None,
 ) -> list[torch.Tensor]:
     """Compute the layer for every rank.
 
     Args:
         ranks: what each rank brings, perhaps no tokens.
         w1 (gate), w3 (up): fp64 [E, I, d], numbers of all experts in the order of ranks. w2 (down): [E, d, I].
-        limit: of the SwiGLU clamp.
+        limit: of the SwiGLU clamp. rounding: of h; None: to MXFP8, with its weight.
 
     Returns:
         fp32 [T, d] of every rank, not rounded any more.
@@ -53,10 +67,13 @@ def mega_moe(
     Raises:
         ArgumentError: experts and weights of different shapes.
     """
-    return [_of_rank(Routes(*one), w1, w2, w3, limit) for one in ranks]
+    how = rounding or Rounding()
+    return [_of_rank(Routes(*one), w1, w2, w3, limit, how) for one in ranks]
 
 
-def _of_rank(routes: Routes, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, limit: float) -> torch.Tensor:
+def _of_rank(
+    routes: Routes, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, limit: float, rounding: Rounding
+) -> torch.Tensor:
     x, experts, weights = routes
     if experts.shape != weights.shape or experts.dim() != 2 or len(experts) != len(x):
         allowed = f"[{len(x)}, k], as weights {tuple(weights.shape)}"
@@ -67,9 +84,18 @@ def _of_rank(routes: Routes, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tenso
             tokens = torch.where(experts[:, slot] == e)[0]
             if len(tokens):
                 own = x[tokens]
-                h = swiglu(own @ w1[e].T, own @ w3[e].T, limit) * weights[tokens, slot, None]
-                out[tokens] += (mxfp8(h) @ w2[e].T).bfloat16().float()
+                h, weight = swiglu(own @ w1[e].T, own @ w3[e].T, limit), weights[tokens, slot, None]
+                before, after = (weight, 1.0) if rounding.weighted == "l1" else (1.0, weight)
+                y = quantised(h * before, rounding, e) @ w2[e].T * after
+                out[tokens] += y.bfloat16().float()
     return out
+
+
+def quantised(h: torch.Tensor, rounding: Rounding, expert: int) -> torch.Tensor:
+    """Round h of an expert to its format and back, fp64."""
+    if rounding.h_scales is None:
+        return mxfp8(h)
+    return nvfp4.fake_quantize(h, rounding.h_scales[expert])
 
 
 def mxfp8(x: torch.Tensor) -> torch.Tensor:

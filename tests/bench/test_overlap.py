@@ -43,6 +43,20 @@ def test_more_tokens_and_a_slower_link(model):
     assert predict(model, 4096, activations="nvfp4").dispatch < predict(model, 4096).dispatch / 1.8
 
 
+def test_four_bits_by_hand():
+    """Many tokens: MMAs at four times the rate of bf16; one token: weights of 4.5 bits instead of 4.25."""
+    flops = gpu("B200")["mma_flops"] * gpu("B200")["sms"] * gpu("B200")["clock"] * 1e3
+    many = {kind: predict("Flash", 32768, activations=kind).compute for kind in overlap.PRODUCTS}
+    assert many["nvfp4"] == pytest.approx(32768 * 6 * 3 * 2 * 4096 * 2048 / (4 * flops))
+    assert many["mxfp8"] == pytest.approx(2 * many["nvfp4"]) and many["bf16"] == pytest.approx(4 * many["nvfp4"])
+    few = {kind: predict("Flash", 1, activations=kind).compute for kind in overlap.PRODUCTS}
+    assert few["nvfp4"] == pytest.approx(few["mxfp8"] * 4.5 / 4.25) and few["bf16"] == pytest.approx(
+        few["nvfp4"] * 16 / 4.5
+    )
+    with pytest.raises(ArgumentError, match="activations='fp8'"):
+        predict("Flash", 1, activations="fp8")
+
+
 def test_it_is_a_best_case_beside_what_is_published():
     """Without latencies, tiles and imbalance the model must be below every published time, at large sizes not far."""
     ratios = {key: us / predict(*key).total for key, us in PUBLISHED.items()}

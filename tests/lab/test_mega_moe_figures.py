@@ -36,6 +36,23 @@ def test_bytes_that_cross_are_those_that_must(run, capsys):
     assert set(seen) == {"combined", *needed} and sum(seen.values()) > sum(needed.values())
 
 
+def test_four_bits_on_both_sides(run):
+    """Half the bytes; weights lose less, activations more; a fault of the other mode changes nothing."""
+    four = page.run(2, 14, 0, mode="nvfp4")
+    assert page.wrong(four) == 0 and page.wrong(run) == 0
+    eight, four_bits = page.rounded(run), page.rounded(four)
+    assert (eight.pulled, four_bits.pulled) == (256 + 16, 128 + 16)
+    assert four_bits.of_weights < eight.of_weights < eight.error < four_bits.error < 0.4
+    assert "nvfp4 has least, 144" in alt_text(figures.formats({"w4a8": run, "nvfp4": four}))
+    assert page.rounded(page.run(2, 14, 0, "calibrated_too_low", "nvfp4")).error > 0.4
+    assert page.wrong(page.run(2, 14, 0, "SwappedFactors", "nvfp4")) > 0
+    kinds = {(mode, name): type(page.run(2, 1, 0, name, mode).found.kernel).__name__ for mode, name in OTHERS}
+    assert set(kinds.values()) == {"MegaMoe"}
+
+
+OTHERS = ("w4a8", "SwappedFactors"), ("nvfp4", "FirstWeight")
+
+
 def test_a_result_that_stays_at_home_is_missing(run):
     """Bytes and numbers say so; with one rank the same kernel is right."""
     found = page.run(2, 14, 0, "SlotOfOwner").found
@@ -135,7 +152,8 @@ def test_the_assembler_and_the_predictions(capsys):
     figure, wrong = figures.variants({name: name for name in TARGETS})
     assert wrong == 0 and "sm_100f" in [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert figures.variants({"sm_100f": "sm_100a"})[1] == 4
-    assert "predicted, not measured" in figures.predicted("Flash", 8).get_suptitle()
+    assert "mxfp8: predicted, not measured" in figures.predicted("Flash", 8).get_suptitle()
+    assert "nvfp4: predicted" in figures.predicted("Flash", 8, activations="nvfp4").get_suptitle()
     assert alt_text(figures.bytes_a_token())
     figures.published()
     assert "all predicted" in capsys.readouterr().out

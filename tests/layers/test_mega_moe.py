@@ -1,28 +1,52 @@
 """Experts of the fused MoE as an engine calls them: life cycle, numbers against fp64, two emulated ranks."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from dsv4lib import emulator
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import e4m3, mxfp4, ue8m0
-from dsv4lib.layers.mega_moe import FINAL, MegaMoeExperts
+from dsv4lib.formats import e4m3, mxfp4, nvfp4, ue8m0
+from dsv4lib.layers.mega_moe import FACTORS, FINAL, MegaMoeExperts
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.reference import mega_moe as oracle
 from tests.cases import cases
 
 ONE, TWO = Layout(1, 4, 24, 2, 256, 128), Layout(2, 4, 24, 2, 512, 128)
+NVFP4_ONE, NVFP4_TWO = Layout(1, 4, 24, 2, 512, 256, "nvfp4"), Layout(2, 4, 24, 2, 256, 512, "nvfp4")
+X_SCALE, H_SCALES = torch.tensor(6.0 / nvfp4.RANGE), torch.tensor([8.0, 6.0, 5.0, 9.0]) / nvfp4.RANGE
 LIMIT = 3.0
 
 
+class Four(NamedTuple):
+    """Matrices of NVFP4, as `mxfp4.MXFP4Tensor` has them, and their global scales."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    globals: torch.Tensor
+    numbers: torch.Tensor
+
+
+def four_bits(w, mode):
+    """Quantise [E, N, K], each matrix with a global scale of its own."""
+    if mode == "w4a8":
+        q = mxfp4.quantize(w)
+        return Four(q.packed, q.scales, None, mxfp4.dequantize(q, torch.float64))
+    found = [nvfp4.quantize(one) for one in w]
+    numbers = [nvfp4.dequantize(q, torch.float64) for q in found]
+    parts = ([getattr(q, name) for q in found] for name in ("packed", "scales", "global_scale"))
+    return Four(*(torch.stack(list(part)) for part in (*parts, numbers)))
+
+
 def weights(layout, seed=0):
-    """Gate, up and down of all experts in MXFP4."""
+    """Gate, up and down of all experts."""
     generator = torch.Generator().manual_seed(seed)
     wide, narrow = (layout.intermediate, layout.hidden), (layout.hidden, layout.intermediate)
     sizes = torch.tensor([0.5, 1.0, 2.0, 4.0])[: layout.experts, None, None]
     return [
-        mxfp4.quantize(torch.randn(layout.experts, *shape, generator=generator) * sizes * 2 / shape[1] ** 0.5)
+        four_bits(torch.randn(layout.experts, *shape, generator=generator) * sizes * 2 / shape[1] ** 0.5, layout.mode)
         for shape in (wide, wide, narrow)
     ]
 
@@ -32,8 +56,16 @@ def loaded(layout, rank=0, **options):
     layer = MegaMoeExperts(layout, rank, limit=LIMIT, **options)
     own = slice(rank * layout.local, (rank + 1) * layout.local)
     gate, up, down = weights(layout)
+    factors = {}
+    if layout.mode == "nvfp4":
+        factors = {
+            "w13_scale_2": torch.stack([gate.globals, up.globals], 1)[own],
+            "w2_scale_2": down.globals[own],
+            "input_scales": torch.stack([X_SCALE.expand(4), H_SCALES], 1)[own],
+        }
     layer.load_state_dict(
         {
+            **factors,
             "w13": torch.cat([gate.packed, up.packed], 1)[own],
             "w13_scale": torch.cat([gate.scales, up.scales], 1)[own].view(torch.uint8),
             "w2": down.packed[own],
@@ -51,13 +83,16 @@ def tokens(count, layout, seed=1):
     return x, torch.rand(count, layout.topk, generator=generator) + 0.1, ids
 
 
-def want(layout, x, topk_weights, ids):
-    """In fp64, of the weights and of the tokens as MXFP8 has them."""
-    q = quantize(x, "mxfp8", backend="reference")
-    scales = ue8m0.decode(q.scales, torch.float64).repeat_interleave(32, -1)
-    numbers = e4m3.decode(q.codes, torch.float64) * scales
-    gate, up, down = (mxfp4.dequantize(one, torch.float64) for one in weights(layout))
-    return oracle.mega_moe([(numbers, ids, topk_weights.double())], gate, down, up, LIMIT)[0]
+def want(layout, x, topk_weights, ids, weighted="l1"):
+    """In fp64, of the weights and of the tokens as they are quantised."""
+    gate, up, down = (one.numbers for one in weights(layout))
+    if layout.mode == "nvfp4":
+        numbers, rounding = nvfp4.fake_quantize(x.double(), X_SCALE), oracle.Rounding(H_SCALES, weighted)
+    else:
+        q = quantize(x, "mxfp8", backend="reference")
+        scales = ue8m0.decode(q.scales, torch.float64).repeat_interleave(32, -1)
+        numbers, rounding = e4m3.decode(q.codes, torch.float64) * scales, None
+    return oracle.mega_moe([(numbers, ids, topk_weights.double())], gate, down, up, LIMIT, rounding)[0]
 
 
 def near(found, truth):
@@ -91,12 +126,45 @@ def test_weights_move_with_the_layer_and_memory_is_where_they_are():
     assert layer.get_symm_buffer().x.device.type == "meta"
 
 
-@pytest.mark.parametrize("counts", cases([3, 17], full=[[0, 9]]), ids=str)
-def test_two_ranks(counts):
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_nvfp4_as_a_checkpoint_has_it(backend):
+    """Codes and scales as they are stored; global and calibrated scales become factors; weights of routes after L2."""
+    layer, given = loaded(NVFP4_ONE, backend=backend), tokens(17, NVFP4_ONE)
+    layer.finalize_weights()
+    assert near(layer(*given), want(NVFP4_ONE, *given)) and set(layer.state_dict()) == {*FINAL, *FACTORS}
+    after = loaded(NVFP4_ONE, backend=backend, weighted="l2")
+    after.finalize_weights()
+    truth = want(NVFP4_ONE, *given, "l2")
+    assert near(after(*given), truth) and not near(layer(*given), truth)
+    with pytest.raises(ArgumentError, match=r"^weighted="):
+        loaded(ONE, weighted="l3")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("input_scales", torch.tensor([[0.1, 1.0], [0.2, 1.0], [0.1, 1.0], [0.1, 1.0]]), "largest of all experts"),
+        ("w2_scale_2", torch.tensor([1.0, 0.0, 1.0, 1.0]), "positive and finite"),
+        ("w13_scale_2", torch.ones(4), r"float32\[4, 2\]"),
+        ("w13_scale", torch.zeros(4, 512, 16, dtype=torch.uint8), r"uint8\[4, 512, 32\]"),
+    ],
+)
+def test_scales_of_nvfp4_that_are_refused(name, value, said):
+    layer = loaded(NVFP4_ONE)
+    setattr(layer, name, value)
+    with pytest.raises(ArgumentError, match=f"^{name}=.*{said}"):
+        layer.finalize_weights()
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts"), cases(("w4a8", [3, 17]), full=[("w4a8", [0, 9]), ("nvfp4", [3, 17])]), ids=str
+)
+def test_two_ranks(mode, counts):
     """The hook makes symmetric memory; each rank gets its own tokens back."""
-    made, outs, given = [], [], [tokens(count, TWO, seed=count) for count in counts]
+    layout = {"w4a8": TWO, "nvfp4": NVFP4_TWO}[mode]
+    made, outs, given = [], [], [tokens(count, layout, seed=count) for count in counts]
     with emulator.devices(2, shims=False) as gpus:
-        parts = gpus.symmetric(TWO.bytes, torch.uint8)
+        parts = gpus.symmetric(layout.bytes, torch.uint8)
         storages = [parts.tensor(rank) for rank in range(2)]
 
         def make(rank):
@@ -106,14 +174,14 @@ def test_two_ranks(counts):
 
             return over
 
-        layers = [loaded(TWO, rank, make_buffer=make(rank), backend="emulator") for rank in range(2)]
+        layers = [loaded(layout, rank, make_buffer=make(rank), backend="emulator") for rank in range(2)]
         for rank, layer in enumerate(layers):
             layer.finalize_weights()
             with gpus.on(rank):
                 outs.append(layer(*given[rank]))
         gpus.synchronize()
         assert made == [0, 1] and not gpus.hazards
-    assert all(len(out) == 0 or near(out, want(TWO, *one)) for out, one in zip(outs, given, strict=True))
+    assert all(len(out) == 0 or near(out, want(layout, *one)) for out, one in zip(outs, given, strict=True))
 
 
 def test_what_is_refused():

@@ -7,9 +7,10 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 
-from dsv4lib.dsl.tensors import Fakes, starts_on, wrap
+from dsv4lib.dsl.tensors import Fakes, starts_on, wrap, wrap_if
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.mega_moe.kernel import Here, MegaMoe, Workspace
+from dsv4lib.ops.mega_moe.kernel import Here, MegaMoe, Scaling, Workspace
+from dsv4lib.ops.mega_moe.layout import ROW_BLOCK, WORD, Layout
 from dsv4lib.ops.moe_gemm.arguments import PADDED_ALIGN
 from dsv4lib.ops.moe_gemm.sm100 import Operand
 
@@ -19,10 +20,11 @@ WIDE = 16  # bytes on which rows start
 
 def fake_args(kernel: MegaMoe) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
-    fake = Fakes()
+    fake, scaled = Fakes(), kernel.first.alpha
     return (
         Operand(fake(U8, "ENL", WIDE), fake(U8, "EBS", WIDE)),
         Operand(fake(U8, "EHJ", WIDE), fake(U8, "ECS", WIDE)),
+        Scaling(*(fake(FP32, shape) for shape in ("EP", "E", "E"))) if scaled else None,
         Workspace(
             Operand(fake(U8, "RK", WIDE), fake(U8, "XS", WIDE)),
             Operand(fake(U8, "RI", WIDE), fake(U8, "YS", WIDE)),
@@ -47,15 +49,25 @@ def launch_args(kernel: MegaMoe, call: Any, grid: int, stream: int = 0) -> tuple
     Raises:
         ArgumentError: a tensor of a wrong type, shape, stride or address.
     """
-    one, space = kernel.layout, call.workspace
+    one, space, scaled = kernel.layout, call.workspace, kernel.first.alpha
     shapes = one.workspace()
+
+    factors = [
+        wrap_if(scaled, name, getattr(call, name), FP32, shape)
+        for name, shape in {
+            "l1_alphas": (one.local, 2),
+            "l2_alphas": (one.local,),
+            "l2_act_scales": (one.local,),
+        }.items()
+    ]
 
     def row(name: str, x: Any, dtype: Any) -> Any:
         return wrap(f"workspace.{name}", x, dtype, shapes[name], WIDE)
 
     return (
-        weights("l1", call.l1, one.local, 2 * one.intermediate, one.hidden),
-        weights("l2", call.l2, one.local, one.hidden, one.intermediate),
+        weights("l1", call.l1, one, 2 * one.intermediate, one.hidden),
+        weights("l2", call.l2, one, one.hidden, one.intermediate),
+        Scaling(*factors) if scaled else None,
         Workspace(
             Operand(row("x_rows", space.x_rows, U8), row("x_row_scales", space.x_row_scales, U8)),
             Operand(row("h_rows", space.h_rows, U8), row("h_row_scales", space.h_row_scales, U8)),
@@ -76,16 +88,16 @@ def launch_args(kernel: MegaMoe, call: Any, grid: int, stream: int = 0) -> tuple
     )
 
 
-def weights(name: str, given: Any, experts: int, features: int, k: int) -> Operand:
-    """Wrap MXFP4 weights [E/W, N, K / 2] and their swizzled scales [E/W, bytes].
+def weights(name: str, given: Any, layout: Layout, features: int, k: int) -> Operand:
+    """Wrap weights [E/W, N, K / 2] and their swizzled scales [E/W, bytes].
 
     Raises:
         ArgumentError: they are not so.
     """
     codes, scales = given
-    blocks = -(-features // 128) * (k // 128)
+    experts, blocks = layout.local, -(-features // ROW_BLOCK) * (layout.scales(k) // WORD)
     wrapped = wrap(f"{name}.codes", codes, U8, (experts, features, k // 2), WIDE)
-    if not starts_on(codes, PADDED_ALIGN):
+    if layout.mode == "w4a8" and not starts_on(codes, PADDED_ALIGN):
         raise ArgumentError(f"{name}.codes.stride()", codes.stride(), f"rows that start on {PADDED_ALIGN} bytes")
     wrap(f"{name}.scales", scales, U8, (experts, blocks * 512), WIDE)
     return Operand(wrapped, wrap(f"{name}.scales", scales.view(experts, blocks, 512), U8, (None, None, None), WIDE))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.mega_moe.layout import ALIGN, GROUP, Layout
+from dsv4lib.ops.mega_moe.layout import ALIGN, Layout
 
 
 class Workspace(NamedTuple):
@@ -105,14 +105,14 @@ class SymmetricBuffer:
 
     @property
     def x(self) -> Tensor:
-        """View the codes of this rank's tokens, uint8 [M, H]."""
-        return self._region("x", torch.uint8, self.layout.max_tokens, self.layout.hidden)
+        """View the codes of this rank's tokens, uint8 [M, H], of NVFP4 [M, H / 2]."""
+        return self._region("x", torch.uint8, self.layout.max_tokens, self.layout.code_bytes(self.layout.hidden))
 
     @property
     def x_scales(self) -> Tensor:
-        """View their scales, uint8 [M, H / 32]."""
+        """View their scales, uint8 [M, H / 32], of NVFP4 [M, H / 16]."""
         whole = self._region("x_scales", torch.uint8, self.layout.max_tokens, self.layout.pitch)
-        return whole[:, : self.layout.hidden // GROUP]
+        return whole[:, : self.layout.scales(self.layout.hidden)]
 
     @property
     def topk_idx(self) -> Tensor:

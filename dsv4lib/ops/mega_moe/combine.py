@@ -14,7 +14,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, pipeline
 
 from dsv4lib.ops.mega_moe import symmetric
 from dsv4lib.ops.mega_moe.layers import Memory
-from dsv4lib.ops.mega_moe.layout import LOST, STEP, Layout
+from dsv4lib.ops.mega_moe.layout import LOST, TILE, Layout
 from dsv4lib.ops.moe_gemm.config import EPILOGUE_THREADS, EXCHANGE
 
 COLUMNS = 8  # of a thread: 16 bytes
@@ -34,7 +34,7 @@ class Combine:
             flag = mem.state + Int64(4 * layout.sent) + Int64(expert) * 8
             routes = routes + symmetric.wait_flag(flag, mem.epoch, "relaxed.gpu") % LOST
         routes = cute.arch.warp_redux_sync(routes, kind="add")
-        wanted = routes * (layout.hidden // STEP)  # a tile of L2 counts its rows
+        wanted = routes * (layout.hidden // TILE)  # a tile of L2 counts its rows
         symmetric.wait_counter(mem.own + layout.offsets()["combined"], wanted, "acquire.sys")
 
     @cute.jit

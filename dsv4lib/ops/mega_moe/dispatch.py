@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64
 from dsv4lib.dsl import bulk
 from dsv4lib.ops.mega_moe import symmetric
 from dsv4lib.ops.mega_moe.layers import Memory, Routed
-from dsv4lib.ops.mega_moe.layout import HALVES, LOST, ROW_BLOCK, STEP, Layout
+from dsv4lib.ops.mega_moe.layout import HALVES, LOST, ROW_BLOCK, WORD, Layout
 
 LANES = 32
 SLOTS = 4  # rows that a dispatch warp has in flight
@@ -31,7 +31,8 @@ class Rows(NamedTuple):
     """The workspace that dispatch fills.
 
     Attributes:
-        codes: uint8 [R, H]. scales: int32 [blocks, 128], 4 scales a word. sources: int32 [R]. weights: fp32 [R].
+        codes: uint8 [R, bytes of H]. scales: int32 [blocks, 128], 4 scales a word. sources: int32 [R].
+        weights: fp32 [R].
     """
 
     codes: cute.Tensor
@@ -191,10 +192,10 @@ class Dispatch:
         lane = cute.arch.lane_idx()
         barrier, slot = staging.barriers + lane, self.slot(staging, lane)
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.row_bytes)
-        codes = peer + offsets["x"] + token * layout.hidden
-        bulk.load_bulk(pointer(slot), codes, Int32(layout.hidden), barrier)
+        codes = peer + offsets["x"] + token * self.code_bytes
+        bulk.load_bulk(pointer(slot), codes, Int32(self.code_bytes), barrier)
         scales = peer + offsets["x_scales"] + token * layout.pitch
-        bulk.load_bulk(pointer(slot + layout.hidden), scales, Int32(layout.pitch), barrier)
+        bulk.load_bulk(pointer(slot + self.code_bytes), scales, Int32(layout.pitch), barrier)
         rows.sources[row] = rank * (layout.max_tokens * layout.topk) + route
         rows.weights[row] = self.weight_of(peer, route)
 
@@ -203,9 +204,14 @@ class Dispatch:
         return symmetric.load_float(peer + self.layout.offsets()["topk_weights"] + Int64(route) * 4)
 
     @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a row."""
+        return self.layout.code_bytes(self.layout.hidden)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a slot: codes and scales of a row."""
-        return self.layout.hidden + self.layout.pitch
+        return self.code_bytes + self.layout.pitch
 
     def slot(self, staging: Staging, number: Any) -> Int32:
         """Return the address of a slot."""
@@ -216,24 +222,26 @@ class Dispatch:
         """Bytes from a slot to the next."""
         return -(-self.row_bytes // 128) * 128
 
+    @property
+    def words(self) -> int:
+        """Words of scales of a row."""
+        return self.layout.scales(self.layout.hidden) // WORD
+
     @cute.jit
     def place_scales(self, rows: Rows, staging: Staging, slot: cutlass.Constexpr, row: Int32):
         """Store the scales of a row: word j to block j of its 128 rows. All lanes call it."""
-        words = self.layout.hidden // STEP
-        source = cute.make_tensor(
-            cute.make_ptr(
-                Int32, self.slot(staging, slot) + self.layout.hidden, cute.AddressSpace.smem, assumed_align=4
-            ),
-            cute.make_layout(words),
-        )
+        words = self.words
+        address = self.slot(staging, slot) + self.code_bytes
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+        source = cute.make_tensor(pointer, cute.make_layout(words))
         for word in cutlass.range(cute.arch.lane_idx(), words, LANES, unroll=1):
             rows.scales[row // ROW_BLOCK * words + word, row % 32 * 4 + row % ROW_BLOCK // 32] = source[word]
 
     @cute.jit
     def place_codes(self, rows: Rows, staging: Staging, row: Int32):
         """Copy the codes of this lane's row to the workspace, and wait until they are there."""
-        target = rows.codes.iterator.toint() + Int64(row) * self.layout.hidden
-        bulk.store_bulk(target, self.slot(staging, cute.arch.lane_idx()), Int32(self.layout.hidden))
+        target = rows.codes.iterator.toint() + Int64(row) * self.code_bytes
+        bulk.store_bulk(target, self.slot(staging, cute.arch.lane_idx()), Int32(self.code_bytes))
         symmetric.commit_bulk()
         symmetric.wait_bulk()  # written, not only read: the count below lets others read it
 

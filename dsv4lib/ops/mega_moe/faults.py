@@ -17,9 +17,9 @@ from cutlass import Float32, Int32, Int64
 from dsv4lib.dsl import bulk
 from dsv4lib.ops.mega_moe import symmetric
 from dsv4lib.ops.mega_moe.dispatch import LANES, Rows, Staging
-from dsv4lib.ops.mega_moe.kernel import MegaMoe
+from dsv4lib.ops.mega_moe.kernel import Factors, MegaMoe
 from dsv4lib.ops.mega_moe.layers import Far, First, Memory, Second
-from dsv4lib.ops.mega_moe.layout import ROW_BLOCK, STEP
+from dsv4lib.ops.mega_moe.layout import ROW_BLOCK, Layout
 from dsv4lib.ops.moe_gemm.schedule import Groups, Place
 
 
@@ -86,8 +86,8 @@ class ReadAlone(MegaMoe):
     @cute.jit
     def place_codes(self, rows: Rows, staging: Staging, row: Int32):
         """See `Dispatch.place_codes`."""
-        target = rows.codes.iterator.toint() + Int64(row) * self.layout.hidden
-        bulk.store_bulk(target, self.slot(staging, cute.arch.lane_idx()), Int32(self.layout.hidden))
+        target = rows.codes.iterator.toint() + Int64(row) * self.code_bytes
+        bulk.store_bulk(target, self.slot(staging, cute.arch.lane_idx()), Int32(self.code_bytes))
         symmetric.commit_bulk()
         symmetric.wait_bulk(read_alone=True)  # WRONG
 
@@ -98,8 +98,8 @@ class ScalesInRows(MegaMoe):
     @cute.jit
     def place_scales(self, rows: Rows, staging: Staging, slot: cutlass.Constexpr, row: Int32):
         """See `Dispatch.place_scales`."""
-        words = self.layout.hidden // STEP
-        address = self.slot(staging, slot) + self.layout.hidden
+        words = self.words
+        address = self.slot(staging, slot) + self.code_bytes
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
         source = cute.make_tensor(pointer, cute.make_layout(words))
         for word in cutlass.range(cute.arch.lane_idx(), words, LANES, unroll=1):
@@ -165,6 +165,47 @@ class SlotOfOwner(MegaMoe):
     second_type = _AtHome
 
 
+class SwappedFactors(MegaMoe):
+    """Gate has the factor of up, and up that of gate."""
+
+    def factors(self, scaling: Any) -> Factors:
+        """See `MegaMoe.factors`."""
+        right = MegaMoe.factors(self, scaling)
+        return right._replace(gate=right.up, up=right.gate)  # WRONG
+
+
+class FactorsOfFirst(MegaMoe):
+    """All experts of a rank have the factor of down of its first."""
+
+    def factors(self, scaling: Any) -> Factors:
+        """See `MegaMoe.factors`."""
+        right = MegaMoe.factors(self, scaling)
+        same = cute.make_layout(self.layout.local, stride=0)
+        return right._replace(down=cute.make_tensor(right.down.iterator, same))  # WRONG
+
+
+class ReversedScales(MegaMoe):
+    """The scales of h of the experts are in the reverse order."""
+
+    def factors(self, scaling: Any) -> Factors:
+        """See `MegaMoe.factors`."""
+        right = MegaMoe.factors(self, scaling)
+        last = self.layout.local - 1
+        order = cute.make_layout(self.layout.local, stride=-1)
+        return right._replace(h=cute.make_tensor(right.h.iterator + last, order))  # WRONG
+
+
+class _Unweighted(First):
+    def __init__(self, layout: Layout, extra: int, tile_n: int, weighted: bool = True):
+        First.__init__(self, layout, extra, tile_n, False)  # WRONG: nor does L2
+
+
+class NoWeight(MegaMoe):
+    """No layer multiplies by the routing weights."""
+
+    first_type = _Unweighted
+
+
 _ALL: tuple[tuple[type[MegaMoe], str], ...] = (
     (RelaxedCount, "race_global"),
     (CountOfOneDevice, "scope_between_devices"),
@@ -180,9 +221,14 @@ _ALL: tuple[tuple[type[MegaMoe], str], ...] = (
     (TilesEarly, "race_global"),
     (RelaxedResults, "race_global"),
     (SlotOfOwner, "stray bytes"),
+    (NoWeight, "wrong numbers"),
+    (SwappedFactors, "wrong numbers"),
+    (FactorsOfFirst, "wrong numbers"),
+    (ReversedScales, "wrong numbers"),
 )
 FAULTS: dict[str, Any] = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
 TWO_CALLS = {"OneEpoch", "NoReset"}
 SCHEDULE = {"NoReset": "newest_first", "OneHalf": "newest_first"}  # that shows it soonest
+NVFP4 = {"SwappedFactors", "FactorsOfFirst", "ReversedScales"}  # what only that mode has
 NEEDS = {"CountOfOneDevice": "scope_between_devices"}  # a check that the emulator must have

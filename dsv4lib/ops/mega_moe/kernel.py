@@ -1,11 +1,17 @@
 """Run an MoE layer over several devices in one launch a device, on SM100: dispatch, two GEMMs, combine.
 
     h[r]      = silu(min(g, c)) * clip(u, -c, c) * w[t, s]     g, u = W1_e x[t], W3_e x[t] for e = topk_idx[t, s]
-    y[t, s]   = bf16(W2_e mxfp8(h[r]))
+    y[t, s]   = bf16(W2_e q(h[r]))
     out[t]    = bf16(sum_s y[t, s])                            slots in order, fp32; slots with topk_idx -1 are skipped
 
-Every rank owns E / W experts and brings T tokens, a number of its own. Weights are MXFP4, activations MXFP8. Source:
-DeepSeek's "mega MoE" (DeepGEMM) for the idea; the oracle is `dsv4lib.reference.mega_moe`.
+Every rank owns E / W experts and brings T tokens, a number of its own. Source: DeepSeek's "mega MoE" (DeepGEMM) for
+the idea; the oracle is `dsv4lib.reference.mega_moe`. Modes are two of `moe_gemm`'s:
+
+    mode     weights, activations, q     factors of the sums                     K of a step
+    w4a8     MXFP4, MXFP8, MXFP8         none                                    128
+    nvfp4    NVFP4, all three            gate and up, down; global scale of q    256
+
+With ``weighted`` "l2" h goes to q without w[t, s], and y[t, s] takes it instead: h is then what q was calibrated for.
 
 What crosses devices, and how it is known to be there
 
@@ -24,12 +30,12 @@ cannot hold at once is refused, and no CTA starts before all can.
 
 Roles (7 warps, 224 threads)
 
-    warps 0-3   epilogue   L1: SwiGLU, MXFP8 -> workspace;  L2: bf16 -> rank of the token;  then the sum over slots
+    warps 0-3   epilogue   L1: SwiGLU, q -> workspace;  L2: bf16 -> rank of the token;  then the sum over slots
     warp  4     mma        as `moe_gemm`: features x tokens, scales copied to TMEM
     warp  5     load       TMA of weights, rows and scales, each tile when its rows are there
     warp  6     dispatch   4 rows at a time: bulk copies peer -> SMEM -> workspace
 
-    SMEM: the rings and the exchange of `moe_gemm` (W4A8, fewer stages), 4 slots of a row, routes by expert and rank
+    SMEM: the rings and the exchange of `moe_gemm` (fewer stages), 4 slots of a row, routes by expert and rank
     TMEM: as `moe_gemm`
 
 What limits it now. A CTA's publishing warps read all T k routes for each expert. L1 waits for all rows of an expert,
@@ -38,7 +44,7 @@ not only for those of its tile. Not measured: no such machine has run it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -68,6 +74,7 @@ from dsv4lib.ops.moe_gemm.sm100 import Operand
 DISPATCH_WARP = 6
 WARPS = 7
 TILES = (64, 128)
+WEIGHTED = ("l1", "l2")  # layer whose results take the routing weights
 THREADS = 32 * WARPS
 
 
@@ -82,6 +89,27 @@ class Workspace(NamedTuple):
     h: Operand
     sources: cute.Tensor
     weights: cute.Tensor
+
+
+class Scaling(NamedTuple):
+    """Factors of NVFP4 by expert, fp32.
+
+    Attributes:
+        l1: [E/W, 2], of the sums of gate and of up. l2: [E/W], of those of down. h: [E/W], global scales of h.
+    """
+
+    l1: cute.Tensor
+    l2: cute.Tensor
+    h: cute.Tensor
+
+
+class Factors(NamedTuple):
+    """What an epilogue reads of `Scaling`, each fp32 [E/W]; without NVFP4 None."""
+
+    gate: Any
+    up: Any
+    down: Any
+    h: Any
 
 
 class Here(NamedTuple):
@@ -103,9 +131,11 @@ class MegaMoe(Dispatch, Combine):
     """The fused kernel; see the module docstring.
 
     Args:
-        world, experts, max_tokens, topk, hidden, intermediate: of `Layout`.
+        world, experts, max_tokens, topk, hidden, intermediate, mode: of `Layout`.
         tile_n: tokens of a tile, one of `TILES`: their boxes and blocks of scales end where an expert's rows do. A
             larger tile of `moe_gemm` would read rows of the next expert, which may still be arriving.
+        weighted: "l1" or "l2", the layer whose results take the routing weights.
+        fast_math: of the SwiGLU, see `moe_gemm.epilogue.swiglu`.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -122,18 +152,28 @@ class MegaMoe(Dispatch, Combine):
         hidden: int = 512,
         intermediate: int = 256,
         tile_n: int = 64,
+        mode: str = "w4a8",
+        weighted: str = "l1",
+        fast_math: bool = True,
     ):
         if tile_n not in TILES:
             raise ConfigError("tile_n", tile_n, "one of " + ", ".join(map(str, TILES)))
-        self.layout = layout = Layout(world, experts, max_tokens, topk, hidden, intermediate)
+        if weighted not in WEIGHTED:
+            raise ConfigError("weighted", weighted, "one of " + ", ".join(WEIGHTED))
+        self.layout = layout = Layout(world, experts, max_tokens, topk, hidden, intermediate, mode)
         self.before_words = layout.local * (world + 1)
         extra = SLOTS * self.slot_bytes + 8 * SLOTS + 4 * (self.before_words + layout.local)
-        self.first, self.second = (kind(layout, extra, tile_n) for kind in (self.first_type, self.second_type))
-        self.tile_n, self.stages = tile_n, self.first.stages
+        kinds = self.first_type, self.second_type
+        self.first, self.second = (
+            kind(layout, extra, tile_n, weighted == name) for kind, name in zip(kinds, WEIGHTED, strict=True)
+        )
+        self.first.fast_math = fast_math
+        self.tile_n, self.weighted, self.stages = tile_n, weighted, self.first.stages
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         one = self.layout
         sizes = one.world, one.experts, one.max_tokens, one.topk, one.hidden, one.intermediate, self.tile_n
+        sizes = *sizes, one.mode, f"weighted_{self.weighted}", "fast" if self.first.fast_math else "exact"
         return f"{type(self).__name__}({', '.join(map(str, sizes))})"
 
     def budget(self) -> list[BudgetRow]:
@@ -157,6 +197,7 @@ class MegaMoe(Dispatch, Combine):
         self,
         l1: Operand,
         l2: Operand,
+        scaling: Any,
         workspace: Workspace,
         here: Here,
         mOut: cute.Tensor,
@@ -168,7 +209,7 @@ class MegaMoe(Dispatch, Combine):
 
         Args:
             l1: [E/W, 2 I, H / 2], gate and up alternating by 8 rows, and scales. l2: [E/W, H, I / 2] and scales.
-            workspace, here: see there.
+            scaling: `Scaling`, or None. workspace, here: see there.
             mOut: bf16 [T, H], written.
             limit: of the SwiGLU clamp.
             grid: CTAs to launch; all must be resident together.
@@ -195,7 +236,7 @@ class MegaMoe(Dispatch, Combine):
         (mX, mXs), (mH, mHs) = workspace.x, workspace.h
         first = self.first.sources(*l1, mX, mXs)
         second = self.second.sources(*l2, mH, mHs)
-        self.kernel(first, second, workspace, here, mOut, limit).launch(
+        self.kernel(first, second, scaling, workspace, here, mOut, limit).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
         )
 
@@ -206,6 +247,7 @@ class MegaMoe(Dispatch, Combine):
         self,
         first: Sources,
         second: Sources,
+        scaling: Any,
         workspace: Workspace,
         here: Here,
         mOut: cute.Tensor,
@@ -255,7 +297,7 @@ class MegaMoe(Dispatch, Combine):
             self.pull(mem, routed, self.rows(workspace), staging)
         else:
             sH = storage.sH.get_tensor(cute.make_layout((one.exchange_words, 2)))
-            self.epilogue(workspace, mem, routed, sH, allocator, acc, mOut, limit)
+            self.epilogue(scaling, workspace, mem, routed, sH, allocator, acc, mOut, limit)
         cute.arch.barrier()
         if warp == 0:
             self.finish(mem)
@@ -313,6 +355,7 @@ class MegaMoe(Dispatch, Combine):
     @cute.jit
     def epilogue(
         self,
+        scaling: Any,
         workspace: Workspace,
         mem: Memory,
         routed: Routed,
@@ -333,15 +376,24 @@ class MegaMoe(Dispatch, Combine):
         buffer = Int32(0)
         groups = self.first.groups_of(routed)
         place = self.first.first_place(groups)
-        ends = Ends(None, None, workspace.weights, *workspace.h, None, limit)
+        factors = self.factors(scaling)
+        ends = Ends(factors.gate, factors.up, workspace.weights, *workspace.h, factors.h, limit)
         place, state, buffer = self.first.epilogue_layer(ends, groups, place, mem, lanes, sH, acc, state, buffer)
         groups = self.second.groups_of(routed)
         place = self.second.start(groups, place)
-        far = Far(workspace.sources, mem, routed.before, mOut, limit)
+        far = Far(workspace.sources, mem, routed.before, mOut, limit, factors.down, workspace.weights)
         self.second.epilogue_layer(far, groups, place, mem, lanes, sH, acc, state, buffer)
         self.first.exchanged().arrive_and_wait()  # TMEM has been read
         allocator.free(address)
         self.combine(mOut, mem)
+
+    def factors(self, scaling: Any) -> Factors:
+        """View the factors as the epilogues read them."""
+        if scaling is None:
+            return Factors(None, None, None, None)
+        by_expert = cute.make_layout(self.layout.local, stride=scaling.l1.stride[0])
+        gate, up = (cute.make_tensor(scaling.l1.iterator + i, by_expert) for i in (0, 1))
+        return Factors(gate, up, scaling.l2, scaling.h)
 
     @cute.jit
     def finish(self, mem: Memory):

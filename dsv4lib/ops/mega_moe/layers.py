@@ -14,14 +14,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, memory, pipeline
 
 from dsv4lib.ops.mega_moe import symmetric
-from dsv4lib.ops.mega_moe.layout import STEP, Layout
+from dsv4lib.ops.mega_moe.layout import TILE, WORD, Layout
 from dsv4lib.ops.moe_gemm.config import EPILOGUE_THREADS
-from dsv4lib.ops.moe_gemm.epilogue import Ends
+from dsv4lib.ops.moe_gemm.epilogue import Ends, swiglu
 from dsv4lib.ops.moe_gemm.load import Depth, Rings, Sources
 from dsv4lib.ops.moe_gemm.schedule import Groups, Place, Tile
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
-MODE = "w4a8"
+QUANTISED = {"w4a8": "mxfp8", "nvfp4": "nvfp4"}  # what L1 writes
 
 
 class Memory(NamedTuple):
@@ -57,7 +57,8 @@ class Far(NamedTuple):
 
     Attributes:
         sources: int32 [R], rank * M k + route of each row. memory: see `Memory`. before: see `Routed`.
-        out: bf16, for its type. limit: not used.
+        out: bf16, for its type. limit: not used. alpha: fp32 [E/W], factor of the sums, or None.
+        routing: fp32 [R], weights of rows.
     """
 
     sources: cute.Tensor
@@ -65,6 +66,8 @@ class Far(NamedTuple):
     before: cute.Tensor
     out: cute.Tensor
     limit: Float32
+    alpha: Any
+    routing: cute.Tensor
 
 
 class Layer(MoeGemm):
@@ -76,7 +79,7 @@ class Layer(MoeGemm):
 
     def __init__(self, layout: Layout, extra: int, **options: Any):
         self.layout, self.extra = layout, extra
-        super().__init__(mode=MODE, alpha=False, **options)
+        super().__init__(mode=layout.mode, alpha=layout.mode == "nvfp4", **options)
 
     def buffers(self, stages: int | None = None) -> list[tuple[str, int]]:
         """Return (name, bytes) of what is in SMEM, with that of the other roles."""
@@ -88,14 +91,14 @@ class Layer(MoeGemm):
     depth_k: int
 
     def depth(self) -> Depth:
-        """Return the K steps, which are as many as blocks of scales."""
-        return Depth(Int32(self.depth_k // STEP), Int32(self.depth_k // STEP))
+        """Return the K steps, and the blocks of scales of a row; `Layout` sees to it that steps are whole."""
+        return Depth(Int32(self.depth_k // self.step_k), Int32(self.layout.scales(self.depth_k) // WORD))
 
     def groups_of(self, routed: Routed) -> Groups:
         """Describe the groups of this rank's experts."""
         ranks, local = self.layout.world, self.layout.local
         counts = cute.make_tensor(routed.before.iterator + ranks, cute.make_layout(local, stride=ranks + 1))
-        return Groups(Int32(local), Int32(self.features // STEP), routed.offsets, counts)
+        return Groups(Int32(local), Int32(self.features // TILE), routed.offsets, counts)
 
     @cute.jit
     def start(self, groups: Groups, place: Place):
@@ -176,11 +179,17 @@ class Layer(MoeGemm):
 
 
 class First(Layer):
-    """L1: gate and up, SwiGLU, routing weight, MXFP8."""
+    """L1: gate and up, SwiGLU, routing weight, MXFP8 or NVFP4."""
 
-    def __init__(self, layout: Layout, extra: int, tile_n: int):
+    fast_math = True
+
+    def __init__(self, layout: Layout, extra: int, tile_n: int, weighted: bool = True):
         self.features, self.depth_k = 2 * layout.intermediate, layout.hidden
-        super().__init__(layout, extra, tile_n=tile_n, swiglu=True, out="mxfp8", routed=True)
+        super().__init__(layout, extra, tile_n=tile_n, swiglu=True, out=QUANTISED[layout.mode], routed=weighted)
+
+    def activate(self, gate: Float32, up: Float32, limit: Float32):
+        """Combine gate and up of a feature."""
+        return swiglu(gate, up, limit, self.fast_math)
 
     @cute.jit
     def wait_rows(self, groups: Groups, place: Place, mem: Memory):
@@ -198,14 +207,15 @@ class First(Layer):
 class Second(Layer):
     """L2: down, bf16 results into the slots of the ranks that the tokens came from."""
 
-    def __init__(self, layout: Layout, extra: int, tile_n: int):
+    def __init__(self, layout: Layout, extra: int, tile_n: int, weighted: bool = False):
         self.features, self.depth_k = layout.hidden, layout.intermediate
         super().__init__(layout, extra, tile_n=tile_n, out="bf16")
+        self.routed = weighted
 
     @cute.jit
     def wait_rows(self, groups: Groups, place: Place, mem: Memory):
         """Wait for all tiles of L1 of the tile's expert."""
-        tiles = cute.ceil_div(groups.counts[place.expert], self.tile_n) * (2 * self.layout.intermediate // STEP)
+        tiles = cute.ceil_div(groups.counts[place.expert], self.tile_n) * (2 * self.layout.intermediate // TILE)
         symmetric.wait_counter(mem.state + Int64(4 * (self.layout.done + place.expert)), tiles, "acquire.gpu")
 
     def features_of(self, ends: Far) -> Int32:

@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, memory, pipeline
 from cutlass.cutlass_dsl import dsl_user_op
 
 from dsv4lib.dsl import convert, umma
+from dsv4lib.dsl.silu import silu
 from dsv4lib.ops.moe_gemm.config import EPILOGUE_THREADS, EXCHANGE, OUT_VALUES
 from dsv4lib.ops.moe_gemm.schedule import Groups, Schedule, Tile
 
@@ -293,13 +294,15 @@ class Epilogue(Schedule):
 
 
 @cute.jit
-def swiglu(gate: Float32, up: Float32, limit: Float32):
+def swiglu(gate: Float32, up: Float32, limit: Float32, fast_math: cutlass.Constexpr = True):
     """Compute silu(min(gate, limit)) * clip(up, -limit, limit).
 
-    NaN stays NaN where min and max would drop it.
+    NaN stays NaN where min and max would drop it. Without ``fast_math`` silu is that of `dsl.silu`.
     """
     gate = cute.arch.fmin(gate, limit, nan=True)
     up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
+    if cutlass.const_expr(not fast_math):
+        return silu(gate) * up
     return gate * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True)) * up
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from dsv4lib import viz
 from dsv4lib.dsl import block_scale_probe
 from dsv4lib.formats import weight_modes
-from dsv4lib.pages.mega_moe import rows, traffic
+from dsv4lib.pages.mega_moe import page, rows, traffic
 from dsv4lib.pages.mega_moe.run_case import Outcome
 from dsv4lib.pages.quantize import run_case as conversions
 from dsv4lib.predict import overlap
@@ -117,6 +117,18 @@ def crossing_table(made: traffic.Case, found: Outcome) -> int:
     return traffic.difference(made, found)
 
 
+def formats(runs: Mapping[str, page.Run]) -> Figure:
+    """Draw what tokens in each format cost in these runs: bytes that a remote route pulls, and the error of outputs."""
+    found = [page.rounded(run) for run in runs.values()]
+    panels = [
+        Panel("bytes of a row that crosses", [one.pulled for one in found], "{:.0f}"),
+        Panel("error of the outputs / outputs", [one.error for one in found], "{:.3f}"),
+        Panel("of it, by the weights alone", [one.of_weights for one in found], "{:.3f}"),
+    ]
+    title = f"the same tokens and experts, H {page.HIDDEN}, I {page.WIDTH}, against fp64 of unquantised ones"
+    return side_by_side(list(runs), panels, [name == "nvfp4" for name in runs], title, 3)
+
+
 def timeline(made: traffic.Case, found: Outcome) -> Figure:
     """Draw what crosses devices and when the tensor cores work, of all ranks on one clock."""
     kinds = {"counts": "routes and counts", "routes": "routes and counts"}
@@ -171,9 +183,11 @@ def overlap_said(made: traffic.Case, found: Outcome) -> str:
     return "\n".join(said)
 
 
-def predicted(model: str, ranks: int, tokens: Sequence[int] = (1, 64, 512, 2048, 8192, 32768)) -> Figure:
+def predicted(
+    model: str, ranks: int, tokens: Sequence[int] = (1, 64, 512, 2048, 8192, 32768), activations: str = "mxfp8"
+) -> Figure:
     """Draw the predicted time of a layer: GEMMs and what nothing hides, beside communication in all."""
-    found = [overlap.predict(model, n, ranks) for n in tokens]
+    found = [overlap.predict(model, n, ranks, activations=activations) for n in tokens]
     parts = {
         "dispatch that GEMM 1 waits for": [p.exposed_dispatch / p.total for p in found],
         "GEMMs": [p.compute / p.total for p in found],
@@ -184,18 +198,20 @@ def predicted(model: str, ranks: int, tokens: Sequence[int] = (1, 64, 512, 2048,
         Panel("share of communication that is hidden (predicted)", [p.hidden for p in found], "{:.2f}"),
     ]
     names = [f"{n:,} token{'s' * (n > 1)} a rank" for n in tokens]
-    title = f"{model} on {ranks} ranks: predicted, not measured"
+    title = f"{model} on {ranks} ranks, {activations}: predicted, not measured"
     return side_by_side(names, panels, [False] * len(names), title, 2)
 
 
 def published() -> None:
-    """Show predicted times beside those that DeepGEMM published for its kernel on eight B200."""
+    """Show predicted times beside those that DeepGEMM published for its kernel on eight B200; NVFP4's beside them."""
     table = []
     for (model, tokens), us in overlap.PUBLISHED.items():
         one = overlap.predict(model, tokens)
         cells = f"{one.compute:.0f}", f"{one.dispatch + one.combine:.0f}", f"{100 * one.hidden:.0f} %"
-        table.append((model, tokens, *cells, f"{one.total:.0f}", f"{us:g}"))
+        four = overlap.predict(model, tokens, activations="nvfp4").total
+        table.append((model, tokens, *cells, f"{one.total:.0f}", f"{us:g}", f"{four:.0f}"))
     heads = "GEMMs, us", "communication, us", "of it hidden", "layer, us (all predicted)", "published, us"
+    heads = *heads, "layer in NVFP4, us (predicted)"
     show_table(("model", "tokens a rank", *heads), table)
 
 

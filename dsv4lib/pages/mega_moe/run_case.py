@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.mega_moe.arguments import fake_args, launch_args
 from dsv4lib.ops.mega_moe.buffer import SymmetricBuffer
-from dsv4lib.ops.mega_moe.inputs import CLAMP, Case
+from dsv4lib.ops.mega_moe.inputs import CLAMP, Case, Matrices
 from dsv4lib.ops.mega_moe.kernel import MegaMoe
 from dsv4lib.ops.mega_moe.layout import Layout
 from dsv4lib.ops.mega_moe.op import Call
 from dsv4lib.reference import mega_moe as oracle
+from dsv4lib.reference import moe_gemm as gemm_oracle
 
 SENTINEL = 119  # of every byte of an output, and of results in `combine` that no rank sends
 
@@ -75,10 +76,9 @@ class Outcome:
         return [*found, *["stray bytes"] * bool(self.stray), *["wrong numbers"] * (not self.right)]
 
 
-def settings_of(made: Case, tile_n: int = 64) -> dict[str, int]:
+def settings_of(made: Case, tile_n: int = 64, weighted: str = "l1", fast_math: bool = True) -> dict[str, Any]:
     """Make options of the kernel for a case."""
-    names = "world", "experts", "max_tokens", "topk", "hidden", "intermediate"
-    return {**{name: getattr(made.layout, name) for name in names}, "tile_n": tile_n}
+    return {**asdict(made.layout), "tile_n": tile_n, "weighted": weighted, "fast_math": fast_math}
 
 
 def run_mega_moe(
@@ -88,6 +88,8 @@ def run_mega_moe(
     tile_n: int = 64,
     order: list[int] | None = None,
     launches: int = 1,
+    weighted: str = "l1",
+    fast_math: bool = True,
     **device: Any,
 ) -> Outcome:
     """Run `MegaMoe` (or a variant) on a case, a device a rank.
@@ -95,12 +97,14 @@ def run_mega_moe(
     Args:
         made: from `ops.mega_moe.inputs.case`; several of one layout are calls one after the other.
         kernel_type: the class. grid: CTAs of a device. tile_n: of the kernel. order: of the ranks' launches.
+        weighted: layer whose results take the routing weights. fast_math: of the SwiGLU.
         launches: of every call, queued one after the other: a fast rank may begin the next before a slow one has ended.
         device: options of `emulator.devices` (schedule, seed, checks, trace, ...).
     """
     cases = made if isinstance(made, list) else [made]
     one = cases[0].layout
-    kernel, code = compile_cache.default().get(kernel_type, settings_of(cases[0], tile_n), fake_args, "sm_100a")
+    settings = settings_of(cases[0], tile_n, weighted, fast_math)
+    kernel, code = compile_cache.default().get(kernel_type, settings, fake_args, "sm_100a")
     outs: list[Tensor] = []
     error, stray = None, 0
     with _group(one.world, **{"checks": "race", **device}) as group:
@@ -124,7 +128,7 @@ def run_mega_moe(
         traces = [gpu.trace for gpu in group.gpus]
         results = [gpu.launches[-1].result if gpu.launches else None for gpu in group.gpus]
     outs = [out[: len(tokens.x)] for out, tokens in zip(outs, cases[-1].ranks, strict=True)]
-    return Outcome(kernel, code, outs, expected(cases[-1]), hazards, error, stray, traces, results, buffers)
+    return Outcome(kernel, code, outs, expected(cases[-1], weighted), hazards, error, stray, traces, results, buffers)
 
 
 class _Group:
@@ -167,23 +171,43 @@ def _group(world: int, **settings: Any) -> Iterator[_Group]:
         gpus.queues.discard()
 
 
-def expected(made: Case) -> list[Tensor]:
+def expected(made: Case, weighted: str = "l1") -> list[Tensor]:
     """Ask the oracle for every rank."""
     ranks = [(one.numbers, one.topk_idx, one.topk_weights.double()) for one in made.ranks]
-    return oracle.mega_moe(ranks, made.w1, made.w2, made.w3, CLAMP)
+    return oracle.mega_moe(ranks, made.w1, made.w2, made.w3, CLAMP, oracle.Rounding(made.h_scales, weighted))
+
+
+def unrounded(made: Case, weights_of: Matrices | None = None) -> list[Tensor]:
+    """Compute every rank's output of tokens before they were quantised, fp64; by default of such weights, too."""
+    w1, w2, w3 = (list(x.double()) for x in weights_of or made.raw)
+    outs = []
+    for one in made.ranks:
+        there = (one.topk_idx >= 0) & (one.topk_idx < made.layout.experts)
+        weights = one.topk_weights.double() * there
+        outs.append(gemm_oracle.moe_gemm(one.raw.double(), one.topk_idx * there, weights, w1, w2, w3, CLAMP))
+    return outs
 
 
 def call_of(made: Case, buffer: SymmetricBuffer, rank: int, out: Tensor) -> Call:
     """Make the record of a rank's call, its tokens being staged."""
-    sizes = {name: size for name, size in settings_of(made).items() if name != "tile_n"}
+    sizes = asdict(made.layout)
+    sizes["formats"] = sizes.pop("mode")
     memory = {name: getattr(buffer, name) for name in ("storage", "peers", "state", "workspace")}
-    numbers = {"rank": rank, "tokens": len(made.ranks[rank].x), "clamp": CLAMP, "expected": 0, "backend": "emulator"}
-    return Call(**memory, l1=made.l1[rank], l2=made.l2[rank], out=out, **sizes, **numbers)
+    numbers = {
+        "rank": rank,
+        "tokens": len(made.ranks[rank].x),
+        "clamp": CLAMP,
+        "fast_math": True,
+        "expected": 0,
+        "backend": "emulator",
+    }
+    weights = {"l1": made.l1[rank], "l2": made.l2[rank], **made.factors[rank]._asdict()}
+    return Call(**memory, **weights, out=out, **sizes, weighted="l1", **numbers)
 
 
 def poison(buffer: SymmetricBuffer) -> None:
     """Fill what a call must write before it reads it, and tokens that the rank does not have."""
-    buffer.x.fill_(0x7F)  # NaN
+    buffer.x.fill_(0x7F)  # NaN of E4M3; of E2M1 -6 and 6, which their scale makes NaN
     buffer.x_scales.fill_(0xFF)
     buffer.topk_weights.fill_(float("nan"))
     buffer.topk_idx.fill_(1 << 40)

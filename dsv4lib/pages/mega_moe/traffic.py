@@ -70,7 +70,7 @@ def needed_bytes(made: Case) -> dict[str, int]:
     one, routes = made.layout, remote_routes(made)
     each = {
         "routes": 4,
-        "x": one.hidden,
+        "x": one.code_bytes(one.hidden),
         "x_scales": one.pitch,
         "topk_weights": 4,
         "combine": 2 * one.hidden,

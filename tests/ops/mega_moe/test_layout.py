@@ -8,13 +8,16 @@ import torch
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.loader.mega_moe import get_symm_buffer_size_for_mega_moe
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer
-from dsv4lib.ops.mega_moe.layout import ALIGN, ROW_BLOCK, STEP
+from dsv4lib.ops.mega_moe.layout import ALIGN, FORMATS, ROW_BLOCK
+from dsv4lib.ops.moe_gemm.config import MODES, Config
 
 SHAPES = [
     (1, 8, 384, 2, 512, 256),
     (2, 8, 384, 2, 512, 512),
     (8, 256, 768, 6, 4096, 2048),
     (4, 384, 1152, 6, 7168, 3072),
+    (1, 8, 384, 2, 512, 256, "nvfp4"),
+    (4, 384, 1152, 6, 7168, 3072, "nvfp4"),
 ]
 
 
@@ -29,6 +32,7 @@ def test_regions_are_those_of_the_formula(sizes):
         topk=one.topk,
         hidden=one.hidden,
         width=one.intermediate,
+        activations={"w4a8": "mxfp8"}.get(one.mode, one.mode),
     )
     own = one.regions()
     names = {"x": "x", "x_scales": "x_sf", "topk_idx": "topk_idx", "topk_weights": "topk_weights", "combine": "combine"}
@@ -50,6 +54,26 @@ def test_regions_follow_each_other_and_the_views_are_theirs():
     assert buffer.combine.shape == (3, 5, 384) and buffer.topk_idx.dtype == torch.int64
 
 
+def test_formats_are_those_of_the_gemm():
+    """Bits, group and K step, as its kernel multiplies them."""
+    for name, one in FORMATS.items():
+        m = MODES[name]
+        assert one == (m.x_bits, m.block, Config(name).step_k) and m.w_bits == 4
+        assert one.step % m.k == 0 and one.step // (4 * m.block) == Config(name).scale_blocks
+
+
+def test_four_bits_halve_what_tokens_take():
+    eight, four = (Layout(2, 4, 8, 2, 512, 256, mode) for mode in FORMATS)
+    assert eight.regions()["x"] == 2 * four.regions()["x"] == 8 * 512 and (eight.pitch, four.pitch) == (16, 32)
+    buffer = SymmetricBuffer.alone(Layout(1, 4, 8, 2, 256, 512, "nvfp4"))
+    assert buffer.x.shape == (8, 128) and buffer.x_scales.shape == (8, 16)
+    shapes, rows = buffer.layout.workspace(), buffer.layout.rows
+    assert shapes["x_rows"] == (rows, 128) and shapes["x_row_scales"] == (rows // ROW_BLOCK * 4, 512)
+    assert shapes["h_rows"] == (rows, 256) and shapes["h_row_scales"] == (rows // ROW_BLOCK * 8, 512)
+    with pytest.raises(ArgumentError, match=r"x\.shape"):
+        buffer.stage(*(torch.zeros(3, n, dtype=torch.uint8) for n in (256, 16)), torch.zeros(3, 2), torch.zeros(3, 2))
+
+
 def test_rows_suffice_for_any_routing():
     """All ways to share out routes over two experts of a rank; blocks of 128 rows each."""
     for world, tokens, topk in ((1, 127, 1), (2, 65, 2), (3, 128, 3)):
@@ -61,7 +85,7 @@ def test_rows_suffice_for_any_routing():
             for b in range(min(most, most * min(topk, 2) - a) + 1)
         )
         assert worst <= one.rows < worst + 2 * ROW_BLOCK
-        assert one.workspace()["x_row_scales"] == (one.rows // ROW_BLOCK * (128 // STEP), 512)
+        assert one.workspace()["x_row_scales"] == (one.rows // ROW_BLOCK, 512)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +98,9 @@ def test_rows_suffice_for_any_routing():
         ("topk", {"topk": 17}),
         ("hidden", {"hidden": 192}),
         ("intermediate", {"intermediate": 0}),
+        ("mode", {"mode": "mxfp8"}),
+        ("hidden", {"hidden": 640, "mode": "nvfp4"}),
+        ("intermediate", {"intermediate": 384, "mode": "nvfp4"}),
         ("max_tokens", {"max_tokens": 1 << 20, "hidden": 1 << 15}),
     ],
 )

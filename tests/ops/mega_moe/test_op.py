@@ -1,6 +1,7 @@
 """The fused MoE over one and several emulated devices: numbers, bits, schedules, calls in a row, faults, arguments."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -10,22 +11,27 @@ from dsv4lib.check import compare
 from dsv4lib.emulator.checks.kinds import KINDS
 from dsv4lib.emulator.driver.config import LaunchRefused
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.formats import scale_swizzle
+from dsv4lib.formats import e2m1, e4m3, nvfp4, scale_swizzle
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer, bench, mega_moe
 from dsv4lib.ops.mega_moe.arguments import fake_args
-from dsv4lib.ops.mega_moe.faults import CAUGHT_BY, FAULTS, NEEDS, SCHEDULE, TWO_CALLS
-from dsv4lib.ops.mega_moe.inputs import CLAMP, case, rerouted
+from dsv4lib.ops.mega_moe.faults import CAUGHT_BY, FAULTS, NEEDS, NVFP4, SCHEDULE, TWO_CALLS
+from dsv4lib.ops.mega_moe.inputs import CLAMP, case, rerouted, x_scale_of_all
 from dsv4lib.ops.mega_moe.kernel import TILES, MegaMoe
+from dsv4lib.ops.mega_moe.layers import QUANTISED
 from dsv4lib.ops.mega_moe.op import Call
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
 from dsv4lib.pages.mega_moe.run_case import call_of, expected, poison, run_mega_moe
+from dsv4lib.reference.moe_gemm import swiglu
 from tests.budget import built, small
 from tests.cases import cases
 
+BACKENDS = "emulator", "reference"
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 TWO = Layout(2, 4, 24, 2, 256, 128)
+FOUR_BITS = Layout(2, 4, 24, 2, 512, 256, "nvfp4")
+LAYOUTS = {"w4a8": TWO, "nvfp4": FOUR_BITS}
 RUNS = {  # layout, tokens of the ranks, tile, CTAs of a device, an expert that all tokens go to
     "two ranks": (TWO, [5, 17], 64, 2, None),
     "one rank": (Layout(1, 4, 48, 2, 256, 128), [37], 64, 3, None),
@@ -35,12 +41,18 @@ RUNS = {  # layout, tokens of the ranks, tile, CTAs of a device, an expert that 
     "four ranks": (Layout(4, 8, 40, 2, 512, 256), [5, 33, 0, 7], 64, 2, None),
     "eight ranks": (Layout(8, 8, 9, 3, 256, 128), [3, 0, 9, 1, 2, 6, 0, 4], 64, 1, None),
     "wide scales": (Layout(2, 2, 8, 1, 640, 128), [8, 1], 64, 1, None),
+    "nvfp4": (FOUR_BITS, [5, 17], 64, 2, None),
+    "nvfp4, weighted after": (FOUR_BITS, [5, 17], 64, 2, None),
+    "nvfp4, one rank": (Layout(1, 3, 80, 3, 256, 512, "nvfp4"), [37], 64, 3, None),
+    "nvfp4, two row blocks": (Layout(2, 4, 96, 2, 256, 768, "nvfp4"), [90, 96], 128, 2, 2),
+    "nvfp4, eight ranks": (Layout(8, 8, 9, 3, 768, 256, "nvfp4"), [3, 0, 9, 1, 2, 6, 0, 4], 64, 1, None),
 }
 
 
 def run(name, **options):
     layout, tokens, tile, grid, busy = RUNS[name]
-    return run_mega_moe(case(layout, tokens, busy=busy), **{"grid": grid, "tile_n": tile, **options})
+    given = {"grid": grid, "tile_n": tile, "weighted": "l2" if "after" in name else "l1"}
+    return run_mega_moe(case(layout, tokens, busy=busy), **given, **options)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +61,10 @@ def run(name, **options):
         "two ranks",
         "one rank",
         "busy expert",
-        full=["two row blocks", "tile 128", "four ranks", "eight ranks", "wide scales"],
+        "nvfp4",
+        "nvfp4, weighted after",
+        full=[name for name in RUNS if name not in ("two ranks", "one rank", "busy expert") and name[:5] != "nvfp4"]
+        + ["nvfp4, one rank", "nvfp4, two row blocks", "nvfp4, eight ranks"],
     ),
 )
 def test_numbers(name):
@@ -68,13 +83,13 @@ def test_numbers(name):
 def test_budget_of_the_models():
     """Both models on 8 ranks, decode and prefill: rows of 7168 leave the rings five stages or more, TMEM fits."""
     for experts, hidden, width in ((256, 4096, 2048), (384, 7168, 3072)):
-        for tile in TILES:
-            kernel = MegaMoe(8, experts, 4096, 6, hidden, width, tile)
+        for tile, mode in itertools.product(TILES, LAYOUTS):
+            kernel = MegaMoe(8, experts, 4096, 6, hidden, width, tile, mode)
             assert kernel.stages >= 5 and kernel.first.tmem_columns <= 512
             assert all(row.used <= row.limit for row in kernel.budget())
 
 
-@pytest.mark.parametrize("name", cases("two ranks", full=["busy expert", "four ranks"]))
+@pytest.mark.parametrize("name", cases("two ranks", "nvfp4", full=["busy expert", "four ranks"]))
 def test_ranks_do_not_change_bits(name):
     """Tokens and experts on one rank give the bits that they give on several."""
     layout, tokens, tile, grid, busy = RUNS[name]
@@ -85,24 +100,29 @@ def test_ranks_do_not_change_bits(name):
     assert torch.equal(torch.cat(several.outs), alone.outs[0])
 
 
-def test_bits_are_those_of_the_ops_one_after_the_other():
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_bits_are_those_of_the_ops_one_after_the_other(mode):
     """Dispatch, both GEMMs and combine as ops of their own."""
-    made = case(TWO, [5, 17], seed=2).as_one_rank()
+    made = case(LAYOUTS[mode], [5, 17], seed=2).as_one_rank()
     fused = run_mega_moe(made)
-    (one,), (l1,), (l2,) = made.ranks, made.l1, made.l2
+    (one,), (l1,), (l2,), (factors,) = made.ranks, made.l1, made.l2, made.factors
     routes = moe_dispatch(one.topk_idx.int(), one.topk_weights, count=TWO.experts, backend="emulator")
     rows = routes.rows.clamp(min=0).long()
     x = Operand(one.x[rows], scale_swizzle.swizzle(one.x_scale[rows]))
     groups = routes.offsets[:-1].contiguous(), routes.counts
-    how = {"mode": "w4a8", "expected": 1, "backend": "emulator"}
-    h = moe_gemm(x, l1, *groups, **how, routing=routes.row_weight, swiglu=True, out_format="mxfp8", limit=CLAMP)
-    y = moe_gemm(h, l2, *groups, **how)
+    how = {"mode": mode, "expected": 1, "backend": "emulator"}
+    first = {"swiglu": True, "out_format": QUANTISED[mode], "out_global": factors.l2_act_scales, "limit": CLAMP}
+    if mode == "nvfp4":
+        first["alpha"], first["alpha_up"] = (alpha.contiguous() for alpha in factors.l1_alphas.unbind(1))
+    h = moe_gemm(x, l1, *groups, **how, **first, routing=routes.row_weight)
+    y = moe_gemm(h, l2, *groups, **how, alpha=factors.l2_alphas)
     assert fused.clean and torch.equal(fused.outs[0], moe_combine(y.codes, routes.row_of, backend="emulator"))
 
 
+@pytest.mark.parametrize("mode", LAYOUTS)
 @pytest.mark.parametrize("order", cases([0, 1], full=[[1, 0]]), ids=str)
-def test_every_schedule_gives_the_same_bits(order):
-    made, outputs, hashes = case(TWO, [17, 6], seed=3), set(), set()
+def test_every_schedule_gives_the_same_bits(mode, order):
+    made, outputs, hashes = case(LAYOUTS[mode], [17, 6], seed=3), set(), set()
     for schedule in SCHEDULES:
         outcome = run_mega_moe(made, schedule=schedule, order=order, seed=5)
         assert outcome.clean, (schedule, outcome.findings())
@@ -111,11 +131,18 @@ def test_every_schedule_gives_the_same_bits(order):
     assert len(outputs) == 1 and len(hashes) >= 4
 
 
-def test_some_numbers_reach_the_clamp():
-    """So a clamp that is wrong shows in the numbers of the other tests."""
-    made = case(TWO, [5, 17])
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_some_numbers_reach_the_clamp(mode):
+    """So a clamp that is wrong shows in the numbers of the other tests; likewise the top of a calibrated range."""
+    made = case(LAYOUTS[mode], [5, 17])
     x = torch.cat([one.numbers for one in made.ranks])
     gate, up = (torch.einsum("td,eid->eti", x, w) for w in (made.w1, made.w3))
+    if mode == "nvfp4":
+        top, scales = e4m3.encode(torch.tensor(e4m3.MAX)), torch.cat([one.x_scale for one in made.ranks])
+        h = swiglu(gate, up, CLAMP)
+        found = [nvfp4.quantize(*one).scales for one in zip(h, made.h_scales, strict=True)]
+        for one in (scales, torch.stack(found)):
+            assert 0.002 < float((one == top).double().mean()) < 0.3
     assert 0.02 < float((gate > CLAMP).double().mean()) < 0.5 and 0.02 < float((up.abs() > CLAMP).double().mean()) < 0.9
 
 
@@ -161,13 +188,14 @@ class LostInSilence(MegaMoe):
         return count  # WRONG: and the mark
 
 
-def test_routes_without_room_are_counted_and_seen():
+@pytest.mark.parametrize("mode", cases("w4a8", full=["nvfp4"]))
+def test_routes_without_room_are_counted_and_seen(mode):
     """Two slots of every token name one expert: half finds no room. The rank's output is NaN, others' and the next are
     right.
     """
-    made = case(TWO, [24, 9], seed=8, masked=0.0)
+    made = case(LAYOUTS[mode], [24, 9], seed=8, masked=0.0)
     made.ranks[0].topk_idx[:] = 1
-    good = case(TWO, [24, 9], seed=8)
+    good = case(LAYOUTS[mode], [24, 9], seed=8)
     outcome = run_mega_moe(made)
     assert outcome.error is None and not outcome.hazards and [int(b.lost) for b in outcome.buffers] == [24, 0]
     assert bool(outcome.outs[0].isnan().all()) and compare(outcome.outs[1], outcome.wants[1].bfloat16()).passed
@@ -176,6 +204,40 @@ def test_routes_without_room_are_counted_and_seen():
     silent = run_mega_moe(made, LostInSilence)
     assert int(silent.buffers[0].lost) == 24 and not silent.outs[0].isnan().all()
     assert [int(b.lost) for b in run_mega_moe(good).buffers] == [0, 0]
+
+
+def test_without_fast_math():
+    """A division instead of the approximate reciprocal; what it brings, `tests/dsl/test_silu.py` measures."""
+    made = case(TWO, [5, 17])
+    for fast_math in (True, False):
+        outcome = run_mega_moe(made, fast_math=fast_math)
+        assert outcome.clean, outcome.findings()
+        assert ("div.rn.f32" in outcome.compiled.ptx) == (not fast_math)
+        assert ("rcp.approx" in outcome.compiled.ptx) == fast_math and outcome.compiled.spills == 0
+
+
+def test_hard_values_of_four_bits():
+    """Zeros of both signs; blocks whose scale is 0 beside others; one block far above the range of all scales; a scale
+    that is NaN stays in its token; weights of zero.
+    """
+    made = case(FOUR_BITS, [9, 7], seed=4, masked=0.0)
+    for one in made.ranks:
+        for token, codes in ((0, 0x00), (1, 0x88)):
+            one.x[token], one.numbers[token] = codes, 0.0
+        one.x_scale[2, ::2] = 0
+        one.numbers[2].unflatten(0, (-1, 16))[::2] = 0
+        one.x_scale[3, 5] = 0x7E
+        step = e4m3.MAX * float(x_scale_of_all())
+        one.numbers[3, 80:96] = e2m1.decode(e2m1.unpack(one.x[3, 40:48]), torch.float64) * step
+        one.topk_weights[4] = 0
+    outcome = run_mega_moe(made)
+    assert outcome.clean, outcome.findings()
+    assert all(not out[[0, 1, 4]].any() and out[[2, 3]].any() for out in outcome.outs)
+    made.ranks[0].x_scale[5, 31] = 0x7F
+    found = run_mega_moe(made)
+    own = torch.arange(9) != 5
+    assert bool(found.outs[0][5].isnan().all()) and torch.equal(found.outs[0][own], outcome.outs[0][own])
+    assert torch.equal(found.outs[1], outcome.outs[1]) and not found.hazards
 
 
 def test_a_grid_that_cannot_be_resident_is_refused():
@@ -236,6 +298,8 @@ ACROSS = (
     "MaskedGoesFirst",
     "ReadAlone",
     "SlotOfOwner",
+    "NoWeight",
+    *sorted(NVFP4),
 )
 
 
@@ -244,7 +308,7 @@ def test_faults_are_found(name):
     """By the means that each names; the kernel without it runs clean in the same way."""
     if NEEDS.get(name, "race_global") not in KINDS:
         pytest.skip(f"the emulator has no check {NEEDS[name]}")
-    made = case(TWO, [5, 17], masked=0.2)
+    made = case(LAYOUTS["nvfp4" if name in NVFP4 else "w4a8"], [5, 17], masked=0.2)
     given = [made, rerouted(made)] if name in TWO_CALLS else made
     options = {"schedule": SCHEDULE.get(name, "random"), "seed": 1}
     if name == "OneHalf":
@@ -258,32 +322,38 @@ def test_faults_are_found(name):
 # ----------------------------------------------------------------------- op
 
 
-def test_the_op_on_one_rank():
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_the_op_on_one_rank(mode):
     """Against the reference back end; tokens staged, or in the buffer already; wide rows; a kept output."""
-    made = case(RUNS["one rank"][0], [21])
-    (one,), l1, l2 = made.ranks, made.l1[0], made.l2[0]
+    made = case(dataclasses.replace(LAYOUTS[mode], world=1, max_tokens=48), [21])
+    (one,), l1, l2, wide = made.ranks, made.l1[0], made.l2[0], made.layout.hidden
+    how = {"expected": 11, **made.factors[0]._asdict()}
     outs = []
-    for backend in ("emulator", "reference"):
+    for backend in BACKENDS:
         buffer = SymmetricBuffer.alone(made.layout)
         poison(buffer)
         given = one.x, one.x_scale, one.topk_idx.int(), one.topk_weights
-        outs.append(mega_moe(*given, l1, l2, buffer, clamp=CLAMP, expected=11, backend=backend))
+        outs.append(mega_moe(*given, l1, l2, buffer, clamp=CLAMP, **how, backend=backend))
         n = len(one.x)
         assert torch.equal(buffer.x[:n], one.x) and torch.equal(buffer.topk_idx[:n], one.topk_idx)
-        out = torch.full((n, 328), 7.0).bfloat16()[:, :256]
+        out = torch.full((n, wide + 72), 7.0).bfloat16()[:, :wide]
         views = buffer.x[:n], buffer.x_scales[:n], buffer.topk_idx[:n], buffer.topk_weights[:n]
-        again = mega_moe(*views, tuple(l1), tuple(l2), buffer, clamp=CLAMP, expected=11, out=out, backend=backend)
+        again = mega_moe(*views, tuple(l1), tuple(l2), buffer, clamp=CLAMP, **how, out=out, backend=backend)
         assert again is out and torch.equal(again, outs[-1])
         chosen = one.topk_idx[one.topk_idx >= 0]
         assert torch.equal(buffer.received, 2 * chosen.bincount(minlength=4).int()) and int(buffer.lost) == 0
     (want,) = expected(made)
-    assert torch.equal(outs[1], want.bfloat16())
+    assert compare(outs[1], want.bfloat16()).passed if mode == "nvfp4" else torch.equal(outs[1], want.bfloat16())
     error = (outs[0].double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt()
     assert 0 < float(error) < 2**-8
-    assert torch.isfinite(mega_moe(*given, l1, l2, buffer, clamp=0.5, expected=11, backend="emulator")).all()
-    assert not torch.equal(mega_moe(*given, l1, l2, buffer, clamp=0.5, expected=11, backend="emulator"), outs[0])
+    tight = mega_moe(*given, l1, l2, buffer, clamp=0.5, **how, backend="emulator")
+    assert torch.isfinite(tight).all() and not torch.equal(tight, outs[0])
+    slow = mega_moe(*given, l1, l2, buffer, clamp=CLAMP, **how, fast_math=False, backend="emulator")
+    assert compare(slow, outs[0]).passed
+    late = [mega_moe(*given, l1, l2, buffer, clamp=CLAMP, **how, weighted="l2", backend=b) for b in BACKENDS]
+    assert compare(*late).passed and not torch.equal(late[0], outs[0])
     nothing = (x[:0] for x in given)
-    assert mega_moe(*nothing, l1, l2, buffer, expected=11, backend="emulator").shape == (0, 256)
+    assert mega_moe(*nothing, l1, l2, buffer, **how, backend="emulator").shape == (0, wide)
 
 
 def test_the_op_on_two_devices():
@@ -321,6 +391,20 @@ def wrong_calls():
     yield "workspace.sources.shape", {"workspace": lambda x: x._replace(sources=x.sources[1:])}
     yield "experts", {"experts": lambda x: 5}
     yield "topk_idx", {"storage": crowded}
+    yield "mode", {"formats": lambda x: "mxfp8"}
+    yield "weighted", {"weighted": lambda x: "l3"}
+    yield "l1_alphas", {"l1_alphas": lambda x: torch.ones(2, 2)}
+    yield "l2_act_scales", {"l2_act_scales": lambda x: torch.ones(2)}
+
+
+def wrong_factors():
+    yield "l1_alphas", {"l1_alphas": lambda x: None}
+    yield "l1_alphas.shape", {"l1_alphas": lambda x: x[:, :1]}
+    yield "l1_alphas", {"l1_alphas": lambda x: x.double()}
+    yield "l2_alphas", {"l2_alphas": lambda x: -x}
+    yield "l2_act_scales.shape", {"l2_act_scales": lambda x: x[:1]}
+    yield "l2_act_scales", {"l2_act_scales": lambda x: x * float("inf")}
+    yield "l1.scales.shape", {"l1": lambda x: x._replace(scales=x.scales[:, ::2])}
 
 
 def crowded(storage):
@@ -329,14 +413,18 @@ def crowded(storage):
     return storage
 
 
-@pytest.mark.parametrize(("name", "change"), list(wrong_calls()), ids=lambda v: v if isinstance(v, str) else "")
-def test_calls_that_are_refused(name, change):
-    made = case(TWO, [24, 24])
-    storage = torch.zeros(TWO.bytes + 128, dtype=torch.uint8)
+REFUSED = [("w4a8", *one) for one in wrong_calls()] + [("nvfp4", *one) for one in wrong_factors()]
+
+
+@pytest.mark.parametrize(("mode", "name", "change"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_calls_that_are_refused(mode, name, change):
+    layout = LAYOUTS[mode]
+    made = case(layout, [24, 24])
+    storage = torch.zeros(layout.bytes + 128, dtype=torch.uint8)
     storage = storage[-storage.data_ptr() % 128 :]
-    buffer = SymmetricBuffer.over(TWO, 0, storage, [storage.data_ptr()] * 2)
+    buffer = SymmetricBuffer.over(layout, 0, storage, [storage.data_ptr()] * 2)
     buffer.stage(*made.ranks[0][:4])
-    call = call_of(made, buffer, 0, torch.empty(24, 256).bfloat16())
+    call = call_of(made, buffer, 0, torch.empty(24, layout.hidden).bfloat16())
     changed = {key: how(getattr(call, key)) for key, how in change.items()}
     with pytest.raises(ArgumentError) as caught:
         flat = dataclasses.replace(call, **changed)
@@ -344,18 +432,25 @@ def test_calls_that_are_refused(name, change):
     assert caught.value.name == name
 
 
-def test_tiles_that_read_past_an_expert_are_refused():
+def test_options_that_are_refused():
+    """Tiles that would read past an expert, and a layer that does not exist."""
+    with pytest.raises(ConfigError) as caught:
+        MegaMoe(weighted="l3")
+    assert caught.value.name == "weighted"
     for tile in (32, 192, 256):
         with pytest.raises(ConfigError) as caught:
             MegaMoe(tile_n=tile)
         assert caught.value.name == "tile_n"
 
 
-def test_rows_of_the_bench():
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_rows_of_the_bench(mode):
     """Both providers pass the row's check, and a token that is wrong does not."""
-    given = bench._given(torch.Generator().manual_seed(3), dataclasses.replace(RUNS["one rank"][0], max_tokens=48))
+    layout = dataclasses.replace(LAYOUTS[mode], world=1, max_tokens=48)
+    given = bench._given(torch.Generator().manual_seed(3), layout)
+    row = next(row for row in bench.rows() if bench.NAMES[mode] in row.shape)
     found = []
-    for provider in bench.rows()[0].providers:
+    for provider in row.providers:
         call, outputs = provider.bind(given)
         call()
         bench._check(given, outputs)
@@ -366,8 +461,9 @@ def test_rows_of_the_bench():
         bench._check(given, {"y": found[0]})
 
 
+@pytest.mark.parametrize("mode", LAYOUTS)
 @pytest.mark.parametrize("arch", cases("sm_103a", full=["sm_100f"]))
-def test_other_targets(arch):
-    kernel, code = built(MegaMoe, fake_args, arch, world=2)
+def test_other_targets(arch, mode):
+    kernel, code = built(MegaMoe, fake_args, arch, world=2, mode=mode)
     assert f"::{kernel.first.mode.kind} " in code.ptx and code.spills == 0
     assert code.registers <= 128
