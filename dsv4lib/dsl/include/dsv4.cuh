@@ -1,4 +1,4 @@
-// What the lab's kernels in CUDA C++ share: vectors of 16 bytes, reductions, programmatic dependent launch.
+// What the lab's kernels in CUDA C++ share: vectors of 16 bytes, reductions, sort keys, programmatic dependent launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,6 +34,13 @@ __device__ inline float warp_sum(float value) {
 #pragma unroll
   for (int offset = kLanes / 2; offset; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
+}
+
+// An integer that orders as the number does: -0 as 0, NaN below every number; never 0.
+__device__ inline unsigned sort_key(float score) {
+  if (isnan(score)) return 1u;
+  const unsigned bits = __float_as_uint(score + 0.0f);  // -0 becomes 0
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
 // Wait for the kernel before this one, whose results may be read from here on. Before Hopper none overlaps another.

@@ -24,8 +24,11 @@ SOURCE = Path(__file__).with_name("kernel.cu")
 THREADS = (128, 1024)  # of a CTA, at least and at most
 FAULTS = {
     "no_barrier": Edit("  __syncthreads();  // counts of all warps are there\n", ""),
-    "zeros_differ": Edit("__float_as_uint(score + 0.0f)", "__float_as_uint(score)"),
-    "nan_is_best": Edit("if (isnan(score)) return 0u;", "if (isnan(score)) return ~0u;"),
+    "nan_is_best": Edit("i < length ? sort_key(scores[i]) : 0u", "isnan(scores[i]) ? ~0u : sort_key(scores[i])"),
+    "zeros_differ": Edit(
+        "i < length ? sort_key(scores[i]) : 0u",
+        "i < length ? sort_key(scores[i]) - (signbit(scores[i]) && !scores[i]) : 0u",
+    ),
     "ties_anyhow": Edit("ties < missing)", "done.equal + total.equal - ties <= missing)"),
     "one_entry_too_many": Edit("min(lengths[row], size)", "min(lengths[row] + 1, size)"),
     "padded_with_zero": Edit("picks[place] = -1;", "picks[place] = 0;"),

@@ -15,12 +15,6 @@ struct Count {
   int above, equal;
 };
 
-__device__ unsigned key_of(float score) {
-  if (isnan(score)) return 0u;
-  const unsigned bits = __float_as_uint(score + 0.0f);  // -0 becomes 0
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
 // Sum of the values of lower lanes.
 __device__ int sum_before(int value) {
   int sum = value;
@@ -85,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int bin = threadIdx.x; bin < kBins; bin += THREADS) histogram[bin] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < length; i += THREADS) {
-      const unsigned key = key_of(scores[i]);
+      const unsigned key = sort_key(scores[i]);
       if ((key & known) == last) atomicAdd(&histogram[key >> shift & (kBins - 1)], 1);
     }
     __syncthreads();
@@ -109,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   Count done = {0, 0};
   for (int first = 0; first < length && count; first += THREADS) {
     const int i = first + threadIdx.x;
-    const unsigned key = i < length ? key_of(scores[i]) : 0u;
+    const unsigned key = i < length ? sort_key(scores[i]) : 0u;
     const bool above = i < length && key > last, equal = i < length && key == last;
     Count total;
     const Count before = count_before(above, equal, &total);
