@@ -30,9 +30,12 @@ FAULTS = {
     "end_unchecked": Edit("  if (block >= blocks) return;\n", ""),
 }
 FAULTS_OF_NVFP4 = {
-    "scale_rounded_down": Edit("(bits + (kMantissa - (kTop & kMantissa)) >> 23)", "(bits >> 23)"),
+    "scale_of_512": Edit("ue8m0(amax, kE4m3Max)", "ue8m0(amax, 0x44000000u)"),
     "one_group_for_both": Edit(" + i / GROUP]", "]"),
-    "nan_hidden": Edit("if (isnan(amax)) return 255u;", ""),
+    "nan_hidden": Edit(
+        "max(amax, __float_as_uint(fabsf(values[i])))",
+        "__float_as_uint(fmaxf(__uint_as_float(amax), fabsf(values[i])))",
+    ),
 }
 
 

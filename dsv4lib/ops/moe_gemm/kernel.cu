@@ -11,7 +11,6 @@
 using Bytes = Vector<unsigned char>;
 using Words = Vector<unsigned>;
 constexpr int kBlock = 32;  // weights of an E8M0 scale
-constexpr unsigned kNaN = 0x7fc00000u;
 
 // E4M3 codes of four E2M1 codes, the first in the lowest nibble. Magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
 __device__ unsigned expand(unsigned codes) {
@@ -23,14 +22,6 @@ __device__ unsigned expand(unsigned codes) {
 __device__ float from_e4m3(unsigned code) {
   const __half_raw half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), __NV_E4M3);
   return __half2float(__half(half));
-}
-
-// The byte of the smallest power of two that is not below max(amax, 1e-4) / 448; 255 of NaN.
-__device__ unsigned scale_of(float amax) {
-  constexpr unsigned kTop = 0x43e00000u, kMantissa = 0x007fffffu;  // 448 = 1.75 x 2^8
-  if (isnan(amax)) return 255u;
-  const unsigned bits = __float_as_uint(fmaxf(amax, 1e-4f));
-  return (bits + (kMantissa - (kTop & kMantissa)) >> 23) - (kTop >> 23) + 127u;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -50,15 +41,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (GROUP == kBlock) {
     new_scales[block] = scales[block];
   } else {
-    float values[kBlock], amax = 0.0f;
+    float values[kBlock];
+    unsigned amax = kE4m3Floor;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       const float factor = from_e4m3(scales[block * (kBlock / GROUP) + i / GROUP]);
       values[i] = from_e4m3(out[i / 4] >> 8 * (i % 4) & 0xffu) * factor;
-      amax = isnan(amax) || isnan(factor) ? factor + amax : fmaxf(amax, fabsf(values[i]));  // NaN stays
+      amax = max(amax, __float_as_uint(fabsf(values[i])));
     }
-    const unsigned scale = scale_of(amax);
-    const float inverse = __uint_as_float(scale == 255u ? kNaN : (254u - scale) << 23);
+    const unsigned scale = ue8m0(amax, kE4m3Max);
+    const float inverse = inverse_of(scale);
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) {
       out[i] = 0u;
