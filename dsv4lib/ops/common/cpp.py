@@ -5,7 +5,7 @@ An op with a `kernel.cu` has a module `cpp` beside it, whose functions take what
     from dsv4lib.ops.rmsnorm import cpp
     y = cpp.rmsnorm(x, weight, backend="emulator")
 
-They are asked for by name alone: no op falls back to them. The back ends are `native` and `emulator`.
+Only a call by that name takes them: no op falls back to them. The back ends are `native` and `emulator`.
 
 In memory a kernel is kept by what it is, on disk by a hash of its source, the lab's headers, NVRTC's options and
 version. The folder, its limit and its rules are those of `compile_cache`.

@@ -24,7 +24,7 @@ __device__ float sum_over_cta(float value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rmsnorm(const __nv_bfloat16* x, const __nv_bfloat16* residual, const float* __restrict__ weight,
+    rmsnorm(const __nv_bfloat16* x, const __nv_bfloat16* residual, const float* weight,
             __nv_bfloat16* sum, __nv_bfloat16* y, long long x_stride, long long residual_stride,
             long long sum_stride, long long y_stride, float eps) {
   const long long row = blockIdx.x;
