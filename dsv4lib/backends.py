@@ -205,6 +205,11 @@ def enqueue(name: str, compiled: Any, *args: Any) -> Any:
     raise ArgumentError("backend", name, "native or emulator: only these run kernels")
 
 
+def enqueue_ptx(*args: Any, **kwargs: Any) -> Any:
+    """Launch a kernel of a PTX text in the emulator; see `emulator.driver.direct.launch_ptx`."""
+    return importlib.import_module(EMULATOR_MODULE).launch_ptx(*args, **kwargs)
+
+
 def emulated() -> Any:
     """Return the emulator's runtime while a device of it is active, else None. It then answers for the GPU."""
     module = sys.modules.get(f"{EMULATOR_MODULE}.driver.symbols")

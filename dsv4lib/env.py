@@ -25,7 +25,8 @@ from dsv4lib.errors import ArgumentError
 LABEL = "DSV4_MACHINE"  # a name that the owner gives this machine; without it, records name none
 DRIVER = Path("/proc/driver/nvidia/version")
 INSTALLED = "workspace"  # in the package of a wheel, made by setup.py
-HOST_SIDE = ("__init__.py", "op.py", "bench", "peers")  # beginnings of names of an op: no kernel depends on it
+HOST_SIDE = ("__init__.py", "op.py", "cpp", "bench", "peers")  # beginnings of names of an op: no kernel depends on it
+SOURCES = ("*.py", "*.cu", "*.cuh")
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")  # as nvidia-smi calls them
 PACKAGES = (
     "torch",
@@ -104,13 +105,13 @@ def version() -> str:
 
 
 def source_fingerprint(*folders: str) -> str:
-    """12 hex digits over the Python sources a result depends on (names and contents).
+    """12 hex digits over the sources a result depends on, Python and CUDA C++ (names and contents).
 
     Args:
         folders: paths relative to the parent of `dsv4lib`; default `dsv4lib`.
     """
     places = [package().parent / folder for folder in folders or ("dsv4lib",)]
-    return _digest(path for place in places for path in sorted(place.rglob("*.py")))
+    return _digest(path for place in places for path in sorted(p for kind in SOURCES for p in place.rglob(kind)))
 
 
 def is_kernel_source(path: Path) -> bool:

@@ -24,6 +24,7 @@ _PUBLIC = {
     "devices": "driver.devices",
     "emulate": "driver.script",
     "launch": "driver.host",
+    "launch_ptx": "driver.direct",
 }
 __all__ = [*_PUBLIC, "gpu"]
 

@@ -7,11 +7,13 @@ compiler. Counts are static: instructions in the text, not executions.
 from __future__ import annotations
 
 import ast
+import html
 import inspect
+import itertools
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -250,3 +252,43 @@ def ptx_excerpt(ptx: str, pattern: str, context: int = 2, source: str | None = N
             out.append(f"{mark}{instruction.ptx_line:5d}  {text if len(text) <= WIDTH else text[: WIDTH - 3] + '...'}")
         blocks.append("\n".join(out))
     return "\n\n".join(blocks)
+
+
+def passage(ptx: str, pattern: str, length: int) -> list[str]:
+    """Return ``length`` instructions as text, from the first on whose opcode matches ``pattern`` at its start.
+
+    Raises:
+        ArgumentError: no PTX, or nothing matches.
+    """
+    found, lines = list(instructions(ptx)), ptx.splitlines()
+    start = next((i for i, one in enumerate(found) if re.match(pattern, one.opcode)), None)
+    if start is None:
+        raise ArgumentError("pattern", pattern, "one that matches an opcode of this PTX")
+    places = dict.fromkeys(one.ptx_line for one in found[start : start + length])  # a line may hold several
+    return [" ".join(lines[place - 1].split()).strip("{} ") for place in places]
+
+
+def global_widths(ptx: str) -> Counter[int]:
+    """Count the loads and stores of global memory from registers, by the bytes that a thread moves."""
+    found: Counter[int] = Counter()
+    for instruction in instructions(ptx):
+        match = re.match(r"(?:ld|st)(?:\.\w+)*\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z]+(\d+)$", instruction.opcode)
+        if match:
+            found[int(match[1] or 1) * int(match[2]) // 8] += 1
+    return found
+
+
+def show_beside(passages: Mapping[str, Sequence[str]]) -> None:
+    """Display texts side by side in a notebook, by their titles."""
+    from IPython.display import display
+
+    cells = "".join(
+        f'<td style="vertical-align:top;padding-right:24px"><div style="color:{style.MUTED}">{html.escape(title)}</div>'
+        f'<pre style="line-height:1.35;color:{style.INK}">{html.escape(chr(10).join(lines))}</pre></td>'
+        for title, lines in passages.items()
+    )
+    width = max(len(line) for lines in passages.values() for line in lines) + 3
+    rows = itertools.zip_longest(*passages.values(), fillvalue="")
+    text = ["".join(f"{one:{width}}" for one in row).rstrip() for row in (tuple(passages), *rows)]
+    page = f'<table style="border-collapse:collapse;text-align:left"><tr>{cells}</tr></table>'
+    display({"text/html": page, "text/plain": chr(10).join(text)}, raw=True)

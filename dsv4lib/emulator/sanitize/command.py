@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4lib import nvrtc
 from dsv4lib.emulator import gpu
 from dsv4lib.emulator.checks import errors
 from dsv4lib.emulator.driver import arguments
@@ -21,7 +22,7 @@ from dsv4lib.emulator.driver.arch import ARCHITECTURES
 from dsv4lib.emulator.driver.script import FAILED, HAZARD, REFUSED, emulate
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.gpu.module import read_text
-from dsv4lib.emulator.sanitize import description, launching, nvrtc, skeleton
+from dsv4lib.emulator.sanitize import description, launching, skeleton
 from dsv4lib.emulator.sanitize.findings import group
 from dsv4lib.emulator.sanitize.report import FORMATS, Report, plain
 from dsv4lib.errors import ArgumentError, BackendUnavailable

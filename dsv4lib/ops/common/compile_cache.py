@@ -144,7 +144,7 @@ class CompileCache:
             self.counts.compiled += 1
             return kernel, _loaded(compile_for(kernel, arguments, arch))
         path = own_folder(self.folder) / f"{name}.kernel"
-        with _one_process(path.with_suffix(".lock")):
+        with one_process(path.with_suffix(".lock")):
             try:
                 done = binary.from_bytes(path.read_bytes(), kernel, arguments, _runs_here(arch))
                 self.counts.from_disk += 1
@@ -157,7 +157,7 @@ class CompileCache:
                 self.counts.damaged += 1
             done = compile_for(kernel, arguments, arch)
             self.counts.compiled += 1
-            _write(path, binary.to_bytes(done))
+            write(path, binary.to_bytes(done))
         if self._stored % EVERY == 0:
             evict(path.parent, limit())
         self._stored += 1
@@ -283,8 +283,11 @@ def _own_sources(kernel_type: type) -> list[str] | None:
 
 
 @contextmanager
-def _one_process(path: Path) -> Iterator[None]:
-    """A second process waits. The lock goes with its process, however that ends; its empty file stays."""
+def one_process(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; a second process waits.
+
+    The lock goes with its process, however that ends; its empty file stays.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -293,8 +296,8 @@ def _one_process(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write(path: Path, data: bytes) -> None:
-    """A file that appears whole or not at all; what interrupted writers left long ago is removed."""
+def write(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all; what interrupted writers left long ago is removed."""
     for left in path.parent.glob("*.part"):
         with suppress(FileNotFoundError):  # somebody else removed it
             if time.time() - left.stat().st_mtime > STALE_SECONDS:

@@ -166,6 +166,18 @@ class Op:
             self._types(*args)  # what is of the wrong type or shape is said first
             raise
 
+    def checked(self, *fields: Any) -> None:
+        """Check a call of a kernel outside the op as one of the op; the fields of its record. Nothing is launched.
+
+        Raises:
+            ArgumentError: as a call of the op does.
+        """
+        args: Sequence[Any] = fields if self._flatten is None else self._flatten(fields)
+        if _grad():
+            self._refuse_grad(args)
+        self.check(args)
+        self._types(*args)
+
     def forget(self) -> None:
         """Drop all plans."""
         self.plans.clear()

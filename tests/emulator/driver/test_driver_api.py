@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from dsv4lib import emulator
+from dsv4lib import emulator, nvrtc
 from dsv4lib.emulator.errors import EmulatorError, LaunchError, PtxSyntaxError
-from dsv4lib.emulator.sanitize import command, nvrtc
+from dsv4lib.emulator.sanitize import command
 from dsv4lib.emulator.sanitize.command import Wish
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 from tests.emulator.gpu.test_gpu import COPY_BOX, HEADER, SCALE

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dsv4lib import nvrtc
 from dsv4lib.emulator.gpu import module as gpu
-from dsv4lib.emulator.sanitize import command, nvrtc
+from dsv4lib.emulator.sanitize import command
 from dsv4lib.emulator.sanitize.command import Wish
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 from tests.emulator.sanitize.kernels import DESCRIPTION, HEADER, SOURCE, write

@@ -1,4 +1,4 @@
-"""The norm kernel on both architectures against fp64, with the residual's addition and without, in place, schedules."""
+"""The norm kernels of both languages and architectures against fp64, fused and not, in place, under all schedules."""
 
 from functools import cache
 
@@ -8,11 +8,14 @@ import torch
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.ops.common import cpp as cpp_cache
+from dsv4lib.ops.rmsnorm import cpp
 from dsv4lib.ops.rmsnorm.arguments import fake_args, launch_args
 from dsv4lib.ops.rmsnorm.kernel import RmsNorm
 from dsv4lib.ops.rmsnorm.op import AddNorm, Norm
 from dsv4lib.reference.rmsnorm import rmsnorm
 from tests.budget import built, small
+from tests.emulated import emulated, observed
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -40,7 +43,7 @@ def call_of(x, residual, weight, total, y):
     return AddNorm(x, residual, weight, (total, y), EPS, "emulator")
 
 
-def run(settings, arch, x, residual, weight, total=None, y=None, **device):
+def dsl(settings, arch, x, residual, weight, total=None, y=None, **device):
     kernel, code = compiled(settings, arch)
     if kernel.add and total is None:
         total = torch.full_like(x, float("nan"))
@@ -49,6 +52,22 @@ def run(settings, arch, x, residual, weight, total=None, y=None, **device):
     launch(code, *launch_args(kernel, call_of(x, residual, weight, total, y)), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return total, y
+
+
+def in_cpp(settings, arch, x, residual, weight, total=None, y=None, **device):
+    like = RmsNorm(*settings)
+    code = cpp_cache.compiled(cpp.kernel(like), arch)
+    assert code.local_bytes == 0 and small(code) and code.registers <= 64, code
+    if like.add and total is None:
+        total = torch.full_like(x, float("nan"))
+    y = torch.full_like(x, float("nan")) if y is None else y
+    with emulated(arch, **device):
+        cpp.run(call_of(x, residual, weight, total, y))
+    return total, y
+
+
+LANGUAGES = {"dsl": dsl, "cpp": in_cpp}
+languages = pytest.mark.parametrize("run", LANGUAGES.values(), ids=LANGUAGES)
 
 
 def close(y, h, weight):
@@ -60,7 +79,8 @@ def close(y, h, weight):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("d", "tokens"), [(4096, 3), (7168, 2), (1032, 4), (8, 3)])
 @pytest.mark.parametrize("add", [False, True])
-def test_rows(arch, d, tokens, add):
+@languages
+def test_rows(run, arch, d, tokens, add):
     x, residual, weight = case(tokens, d, seed=d)
     total, y = run((d, add), arch, x, residual if add else None, weight)
     h = x
@@ -71,13 +91,15 @@ def test_rows(arch, d, tokens, add):
     assert not y[-1].any()
 
 
-def test_fused_is_the_addition_and_the_norm():
+@languages
+def test_fused_is_the_addition_and_the_norm(run):
     x, residual, weight = case(3, 1032)
     total, y = run((1032, True), "sm_90a", x, residual, weight)
     assert torch.equal(y, run((1032, False), "sm_90a", total, None, weight)[1])
 
 
-def test_in_place_and_without_weight():
+@languages
+def test_in_place_and_without_weight(run):
     x, residual, _ = case(3, 1032)
     fresh = run((1032, True, False), "sm_90a", x, residual, None)
     close(fresh[1], fresh[0], None)
@@ -85,7 +107,8 @@ def test_in_place_and_without_weight():
     assert torch.equal(residual, fresh[0]) and torch.equal(x, fresh[1])
 
 
-def test_rows_of_a_larger_matrix_and_nan_in_one():
+@languages
+def test_rows_of_a_larger_matrix_and_nan_in_one(run):
     x, _, weight = case(3, 1032)
     wide = torch.full((3, 2048), 7.0).bfloat16()
     wide[:, :1032] = x
@@ -96,10 +119,40 @@ def test_rows_of_a_larger_matrix_and_nan_in_one():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_all_schedules_give_the_same_bits(arch):
+@languages
+def test_all_schedules_give_the_same_bits(run, arch):
     x, residual, weight = case(3, 1032)
     found = [run((1032, True), arch, x, residual, weight, schedule=s, seed=3) for s in SCHEDULES]
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_both_languages_give_the_same_bits(add):
+    x, residual, weight = case(3, 1032)
+    found = [run((1032, add), "sm_90a", x, residual if add else None, weight) for run in LANGUAGES.values()]
+    assert torch.equal(found[0][1], found[1][1]) and (not add or torch.equal(found[0][0], found[1][0]))
+
+
+SEEN = {  # by the checks; the others by the numbers
+    "no_barrier": {"race_shared", "uninitialised_smem"},
+    "tail_counted": {"MemoryFault"},
+    "read_early": {"dependent_launch_early"},
+}
+
+
+@pytest.mark.parametrize("fault", cpp.FAULTS)
+def test_faults_of_cpp_are_found(fault):
+    """By a check, or by the numbers; x is what the launch before has written."""
+    x, residual, weight = case(3, 1032)
+    h, y = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+    ones = torch.ones_like(x) * (x != 0)
+    with observed("sm_100a") as seen:
+        cpp.run(call_of(ones, torch.zeros_like(x), weight, torch.empty_like(x), x))
+        cpp.run(call_of(x, residual, weight, h, y), cpp.FAULTS[fault])
+    assert seen == SEEN.get(fault, set())
+    if not seen:
+        with pytest.raises(AssertionError):
+            close(y, (x.float() + residual.float()).bfloat16(), weight)
 
 
 def test_bad_arguments_are_named():

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib import emulator
 from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.rmsnorm import cpp
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm, rmsnorm
 
 X, RESIDUAL = torch.randn(2, 3, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -43,6 +44,27 @@ def test_outputs_of_the_caller_and_no_tokens():
     back = add_rmsnorm(X, RESIDUAL, WEIGHT, out=out, backend="emulator")
     assert back[0] is out[0] and back[1] is out[1] and bool(out[1].any())
     assert rmsnorm(X[:0], WEIGHT, backend="emulator").shape == (0, 72)
+
+
+def test_cpp_is_asked_for_by_name_and_checks_as_the_op_does():
+    x, weight = X.clone(), WEIGHT
+    assert torch.equal(cpp.rmsnorm(x, weight, backend="emulator"), rmsnorm(x, weight, backend="emulator"))
+    h, y = cpp.add_rmsnorm(x, RESIDUAL, weight, backend="emulator")
+    want = add_rmsnorm(x, RESIDUAL, weight, backend="emulator")
+    assert torch.equal(h, want[0]) and torch.equal(y, want[1])
+    assert cpp.rmsnorm(X[:0], WEIGHT, backend="emulator").shape == (0, 72)
+    for call, name in (
+        (lambda: cpp.rmsnorm(X, backend="reference"), "backend"),
+        (lambda: cpp.rmsnorm(X[0]), "x.shape"),
+        (lambda: cpp.rmsnorm(X, WEIGHT[1:]), "weight"),
+        (lambda: cpp.rmsnorm(X, weight=3), "weight"),
+        (lambda: cpp.rmsnorm(X, eps=-1.0), "eps"),
+        (lambda: cpp.rmsnorm(X.clone().requires_grad_()), "x.requires_grad"),
+        (lambda: cpp.add_rmsnorm(X, RESIDUAL, out=(x, x)), "out"),
+        (lambda: cpp.rmsnorm(X.repeat(1, 2)[:, 1:65], backend="emulator"), "x.stride"),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            call()
 
 
 def test_schemas_and_fakes():

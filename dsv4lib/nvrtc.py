@@ -1,7 +1,8 @@
-"""Compile CUDA C++ to PTX by NVRTC, if its library is installed. It needs neither a GPU nor a driver.
+"""Compile CUDA C++ to PTX and cubin by NVRTC. It needs neither a GPU nor a driver.
 
 The library is loaded from, in this order: DSV4_NVRTC (a path), the wheel nvidia-cuda-nvrtc of this environment, the
-folders of CUDA_HOME and CUDA_PATH, the system's. Source: NVRTC documentation, "Basic Usage".
+folders of CUDA_HOME and CUDA_PATH, the system's. Headers such as cuda_bf16.h come from the wheel nvidia-cuda-runtime.
+Source: NVRTC documentation, "Basic Usage".
 """
 
 from __future__ import annotations
@@ -10,19 +11,29 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from dsv4lib.errors import ArgumentError, BackendUnavailable, DSV4Error
 
 INSTALL = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, or set DSV4_NVRTC to the path of libnvrtc.so"
 VERSIONS = ("13", "12")
 MAX_BYTES = 1 << 24  # of a source file
+FLAGS = ("-lineinfo", "--std=c++17")
 _ARCH = re.compile(r"sm_(\d{2,3}[af]?)")
 
 
 class CompileError(DSV4Error):
     """A source that NVRTC refuses; the message is its log."""
+
+
+class Output(NamedTuple):
+    """PTX with line info, and the cubin that NVRTC's assembler makes of it; "" and b"" where not asked for."""
+
+    ptx: str
+    cubin: bytes = b""
 
 
 def candidates() -> Iterator[str]:
@@ -41,6 +52,9 @@ def candidates() -> Iterator[str]:
 def library() -> tuple[ctypes.CDLL, Path | None]:
     """Load NVRTC; also the folder of the toolkit that it lies in, None if the system found it.
 
+    NVRTC loads its built-in functions by name. Some versions look in the system's folders only, so the file beside the
+    library is loaded here first.
+
     Raises:
         BackendUnavailable: it is not installed; the message says how to install it.
     """
@@ -51,8 +65,25 @@ def library() -> tuple[ctypes.CDLL, Path | None]:
             found.nvrtcVersion  # noqa: B018  the symbol itself
         except (OSError, AttributeError):
             continue
-        return found, Path(name).resolve().parent.parent if "/" in name else None
+        if "/" not in name:
+            return found, None
+        for builtins in sorted(Path(name).resolve().parent.glob("libnvrtc-builtins.so.*")):
+            with suppress(OSError):
+                ctypes.CDLL(str(builtins))
+        return found, Path(name).resolve().parent.parent
     raise BackendUnavailable(f"CUDA C++ needs NVRTC, and none of {', '.join(tried)} can be loaded: {INSTALL}")
+
+
+def version() -> str:
+    """Ask the library for its version, such as "13.0".
+
+    Raises:
+        BackendUnavailable: it is not installed.
+    """
+    nvrtc, _ = library()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _call(nvrtc, "nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def compile_file(path: Path, arch: str, options: Sequence[str] = ()) -> str:
@@ -66,35 +97,62 @@ def compile_file(path: Path, arch: str, options: Sequence[str] = ()) -> str:
         BackendUnavailable: NVRTC is not installed.
         CompileError: the source has errors.
     """
+    return compile_text(read(path), path, arch, ["-default-device", *options]).ptx
+
+
+def read(path: Path) -> str:
+    """Read a source file.
+
+    Raises:
+        ArgumentError: there is none, or it is too big.
+    """
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         raise ArgumentError("source", str(path), f"a CUDA C++ file of at most {MAX_BYTES:,} bytes")
+    return path.read_text(errors="replace")
+
+
+def compile_text(
+    text: str, path: Path, arch: str, options: Sequence[str] = (), folders: Iterable[Path] = (), cubin: bool = False
+) -> Output:
+    """Compile a text as if it were the file ``path``, whose name is in messages and line info.
+
+    Args:
+        arch: sm_90a and the like. options: further options of NVRTC. folders: where else headers are.
+        cubin: assemble the PTX, too.
+
+    Raises:
+        ArgumentError: no architecture.
+        BackendUnavailable: NVRTC is not installed.
+        CompileError: the source has errors.
+    """
     target = _ARCH.fullmatch(arch)
     if target is None:
         raise ArgumentError("arch", arch, "sm_80, sm_90a, sm_100a and their like")
     nvrtc, toolkit = library()
-    includes = [path.resolve().parent, *([toolkit / "include", toolkit / "include" / "cccl"] if toolkit else [])]
-    flags = [f"--gpu-architecture=compute_{target[1]}", "-lineinfo", "-default-device", "--std=c++17"]
+    includes = [path.resolve().parent, *folders]
+    includes += [toolkit / "include", toolkit / "include" / "cccl"] if toolkit else []
+    flags = [f"--gpu-architecture={'sm' if cubin else 'compute'}_{target[1]}", *FLAGS]
     flags += [f"-I{folder}" for folder in includes if folder.is_dir()] + list(options)
     raw = [flag.encode() for flag in flags]
     program = ctypes.c_void_p()
-    source = path.read_bytes()
-    _call(nvrtc, "nvrtcCreateProgram", ctypes.byref(program), source, str(path).encode(), 0, None, None)
+    _call(nvrtc, "nvrtcCreateProgram", ctypes.byref(program), text.encode(), str(path).encode(), 0, None, None)
     try:
         code = nvrtc.nvrtcCompileProgram(program, len(raw), (ctypes.c_char_p * len(raw))(*raw))
         if code:
-            log = _text(nvrtc, "nvrtcGetProgramLog", program)
+            log = _bytes(nvrtc, "nvrtcGetProgramLog", program).split(b"\0")[0].decode(errors="replace")
             raise CompileError(f"NVRTC refuses {path.name}:\n{log.strip() or f'error {code}'}")
-        return _text(nvrtc, "nvrtcGetPTX", program)
+        ptx = _bytes(nvrtc, "nvrtcGetPTX", program).rstrip(b"\0").decode(errors="replace")
+        return Output(ptx, _bytes(nvrtc, "nvrtcGetCUBIN", program) if cubin else b"")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _text(nvrtc: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> str:
+def _bytes(nvrtc: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _call(nvrtc, f"{name}Size", program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(max(size.value, 1))
     _call(nvrtc, name, program, buffer)
-    return buffer.value.decode(errors="replace")
+    return buffer.raw[: size.value]
 
 
 def _call(nvrtc: ctypes.CDLL, name: str, *args: object) -> None:

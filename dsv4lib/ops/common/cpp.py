@@ -1,0 +1,165 @@
+"""Compile a kernel of CUDA C++ once, and launch it as those of the DSL are: natively or in the emulator.
+
+An op with a `kernel.cu` has a module `cpp` beside it, whose functions take what the op's own take:
+
+    from dsv4lib.ops.rmsnorm import cpp
+    y = cpp.rmsnorm(x, weight, backend="emulator")
+
+Only a call by that name takes them: no op falls back to them. The back ends are `native` and `emulator`.
+
+In memory a kernel is kept by what it is, on disk by a hash of its source, the lab's headers, NVRTC's options and
+version. The folder, its limit and its rules are those of `compile_cache`.
+
+    line 1      magic, format version
+    32 bytes    SHA-256 of all that follows
+    8 bytes     length of the PTX, little endian; then PTX (UTF-8) and cubin
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dsv4lib import backends, env, nvrtc
+from dsv4lib.dsl.compile import Compiled
+from dsv4lib.dsl.cpp import CppKernel, code_of, compile_cpp, headers, pack, tensors
+from dsv4lib.errors import ArgumentError
+from dsv4lib.folders import cache_root, own_folder
+from dsv4lib.ops.common import compile_cache, cpp_native, launching
+
+MAGIC = b"DSV4 CUDA C++ 1\n"
+BACK_ENDS = ("auto", "native", "emulator")
+_LOCK = threading.RLock()
+_MEMORY: dict[tuple[CppKernel, str], Compiled] = {}
+
+
+class Grid(NamedTuple):
+    """CTAs of a launch."""
+
+    x: int
+    y: int = 1
+    z: int = 1
+
+
+def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = launching.ARCHS) -> str:
+    """Choose the back end of a kernel in CUDA C++, on whose device ``x`` must be.
+
+    Raises:
+        ArgumentError: it is not, or ``backend`` is none that runs kernels.
+        BackendUnavailable: it cannot run here.
+    """
+    if backend not in BACK_ENDS:
+        raise ArgumentError("backend", backend, "one of " + ", ".join(BACK_ENDS) + ": the oracle is the op's")
+    return launching.resolve(backend, name, x, archs)
+
+
+def launch(backend: str, kernel: CppKernel, grid: Grid, call: Any, archs: tuple[str, ...] = launching.ARCHS) -> None:
+    """Queue a kernel on torch's current stream; it may start while its predecessor ends.
+
+    Args:
+        backend: `native` or `emulator`, as `resolve` returned it.
+        call: the kernel's record of arguments, with a tensor at least.
+        archs: those that the source is written for.
+
+    Raises:
+        ArgumentError: arguments that the kernel does not take.
+        LaunchFailed: the CUDA driver refuses the launch.
+        EmulatorError: the emulator stopped the kernel.
+    """
+    code = compiled(kernel, launching.arch(backend, archs))
+    block, memory = pack(kernel, call), tensors(call)
+    stream = launching.stream(backend, memory[0])
+    if backend == "native" and backends.emulated() is None:
+        cpp_native.launch(code, kernel, grid, block, stream, memory[0].device)
+        return
+    gpu = backends.enqueue_ptx(
+        code.ptx, code.name, grid, (kernel.threads, 1, 1), block, memory,
+        dynamic_smem=kernel.smem_bytes, programmatic=True, stream=stream,
+    )  # fmt: skip
+    found = [] if gpu.group is not None else gpu.launches[-1].result.hazards
+    if found:
+        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+
+
+def compiled(kernel: CppKernel, arch: str) -> Compiled:
+    """The code of a kernel: from memory, from disk, or compiled.
+
+    Raises:
+        CacheError: the folder may not be used.
+        BackendUnavailable, CompileError: as `compile_cpp` says.
+    """
+    with _LOCK:
+        found = _MEMORY.get((kernel, arch))
+        if found is None:
+            found = _MEMORY[kernel, arch] = _outside(kernel, arch, cache_root())
+        return found
+
+
+def clear() -> None:
+    """Forget what is in memory; files stay."""
+    with _LOCK:
+        _MEMORY.clear()
+
+
+def key(kernel: CppKernel, arch: str) -> str:
+    """Hash all that the code of a kernel depends on."""
+    facts = {
+        "text": kernel.text(),
+        "headers": [path.read_text() for path in headers()],
+        "entry": kernel.entry,
+        "arch": arch,
+        "options": [*nvrtc.FLAGS, *kernel.options()],
+        "nvrtc": _nvrtc(),
+        "workspace": str(env.root()),  # line info names its files
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _nvrtc() -> str:
+    return nvrtc.version()
+
+
+def _outside(kernel: CppKernel, arch: str, folder: Path | None) -> Compiled:
+    """From disk, or compiled and stored."""
+    if folder is None:
+        return compile_cpp(kernel, arch)
+    path = own_folder(folder) / f"{key(kernel, arch)}.kernel"
+    with compile_cache.one_process(path.with_suffix(".lock")):
+        with suppress(FileNotFoundError, ArgumentError):  # not there, or damaged: compiled again
+            found = code_of(kernel, arch, from_bytes(path.read_bytes()))
+            with suppress(OSError):
+                os.utime(path)
+            return found
+        done = compile_cpp(kernel, arch)
+        compile_cache.write(path, to_bytes(nvrtc.Output(done.ptx, done.cubin)))
+    return done
+
+
+def to_bytes(output: nvrtc.Output) -> bytes:
+    """Write PTX and cubin."""
+    text = output.ptx.encode()
+    body = len(text).to_bytes(8, "little") + text + output.cubin
+    return MAGIC + hashlib.sha256(body).digest() + body
+
+
+def from_bytes(data: bytes) -> nvrtc.Output:
+    """Read what `to_bytes` wrote.
+
+    Raises:
+        ArgumentError: ``data`` is damaged or of another format.
+    """
+    start = len(MAGIC) + 32
+    if data[: len(MAGIC)] != MAGIC or hashlib.sha256(data[start:]).digest() != data[len(MAGIC) : start]:
+        raise ArgumentError("data", data[: len(MAGIC)], "complete and unchanged bytes of `to_bytes`")
+    size = int.from_bytes(data[start : start + 8], "little")
+    return nvrtc.Output(data[start + 8 : start + 8 + size].decode(), data[start + 8 + size :])
