@@ -29,7 +29,7 @@ def table(driver: Any) -> dict[str, Callable[..., tuple[Any, ...]]]:
     """Make the functions of cuda.bindings.driver that load and launch; each returns what follows the status."""
 
     def load(kind: Any) -> Callable[..., tuple[Any]]:
-        return lambda image, *_options: (kind(_load(image)),)
+        return lambda image, *_options: (kind(load_image(image)),)
 
     def context(*_args: Any) -> tuple[Any]:
         return (driver.CUcontext(CONTEXT),)
@@ -52,11 +52,11 @@ def table(driver: Any) -> dict[str, Callable[..., tuple[Any, ...]]]:
         "cuLaunchKernel": _launch,
         "cuLaunchKernelEx": _launch_ex,
         "cuLibraryGetGlobal": lambda library, name: _variable(driver, library, name),
-        "cuLibraryGetKernel": lambda library, name: (driver.CUkernel(_kernel(library, name)),),
+        "cuLibraryGetKernel": lambda library, name: (driver.CUkernel(kernel_handle(library, name)),),
         "cuLibraryLoadData": load(driver.CUlibrary),
         "cuLibraryLoadFromFile": lambda path, *_options: (driver.CUlibrary(_load_file(path)),),
         "cuLibraryUnload": _unload,
-        "cuModuleGetFunction": lambda module, name: (driver.CUfunction(_kernel(module, name)),),
+        "cuModuleGetFunction": lambda module, name: (driver.CUfunction(kernel_handle(module, name)),),
         "cuModuleGetGlobal": lambda module, name: _variable(driver, module, name),
         "cuModuleLoad": lambda path: (driver.CUmodule(_load_file(path)),),
         "cuModuleLoadData": load(driver.CUmodule),
@@ -84,7 +84,7 @@ def compilers() -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc, "nvrtcGetCUBIN", get
 
 
-def _load(image: Any) -> int:
+def load_image(image: Any) -> int:
     """Load PTX or a known binary from bytes, a buffer, or a host address; returns its handle.
 
     Raises:
@@ -112,7 +112,7 @@ def _load_file(path: Any) -> int:
     name = path.decode() if isinstance(path, bytes) else str(path)
     if not Path(name).is_file():
         raise ArgumentError("path", name, "a file of PTX, or of a cubin that was compiled here")
-    return _load(Path(name).read_bytes())
+    return load_image(Path(name).read_bytes())
 
 
 def _unload(library: Any) -> tuple[()]:
@@ -131,7 +131,7 @@ def _text(name: Any) -> str:
     return name.decode(errors="replace").rstrip("\0") if isinstance(name, bytes) else str(name)
 
 
-def _kernel(library: Any, name: Any) -> int:
+def kernel_handle(library: Any, name: Any) -> int:
     """Make the handle of a kernel of a module."""
     module, text = _module(library), _text(name)
     if text not in module.kernels:

@@ -137,6 +137,8 @@ def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any
             "FLASHINFER_CUTE_DSL_DISABLE_CACHE": "1",
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
             "TORCHDYNAMO_DISABLE": "1",
+            # By function, not by file: a kernel from Triton's cache could name the lines of another script.
+            "TRITON_CACHE_DIR": str(Path(folder) / "triton"),
         }
         command = [sys.executable, "-c", _START, str(_ROOT), job]
         with _interruptible():

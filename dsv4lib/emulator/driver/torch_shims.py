@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from dsv4lib.emulator.driver import cuda_api
+from dsv4lib.emulator.driver import cuda_api, triton_driver
 from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.driver.scaled_mm import scaled_mm
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -325,7 +325,7 @@ def patched(default: str) -> Iterator[None]:
         patch.around(torch, "_scaled_mm", scaled_mm)
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
         try:
-            with mode:
+            with triton_driver.patched(), mode:
                 yield
         finally:
             rules = sys.modules.get("torch._dynamo.trace_rules")
