@@ -54,11 +54,11 @@ def table(driver: Any) -> dict[str, Callable[..., tuple[Any, ...]]]:
         "cuLibraryGetGlobal": lambda library, name: _variable(driver, library, name),
         "cuLibraryGetKernel": lambda library, name: (driver.CUkernel(kernel_handle(library, name)),),
         "cuLibraryLoadData": load(driver.CUlibrary),
-        "cuLibraryLoadFromFile": lambda path, *_options: (driver.CUlibrary(_load_file(path)),),
+        "cuLibraryLoadFromFile": lambda path, *_options: (driver.CUlibrary(load_file(path)),),
         "cuLibraryUnload": _unload,
         "cuModuleGetFunction": lambda module, name: (driver.CUfunction(kernel_handle(module, name)),),
         "cuModuleGetGlobal": lambda module, name: _variable(driver, module, name),
-        "cuModuleLoad": lambda path: (driver.CUmodule(_load_file(path)),),
+        "cuModuleLoad": lambda path: (driver.CUmodule(load_file(path)),),
         "cuModuleLoadData": load(driver.CUmodule),
         "cuModuleLoadDataEx": load(driver.CUmodule),
         "cuModuleUnload": _unload,
@@ -108,7 +108,8 @@ def load_image(image: Any) -> int:
     return handle
 
 
-def _load_file(path: Any) -> int:
+def load_file(path: Any) -> int:
+    """Load a file; see `load_image`."""
     name = path.decode() if isinstance(path, bytes) else str(path)
     if not Path(name).is_file():
         raise ArgumentError("path", name, "a file of PTX, or of a cubin that was compiled here")
@@ -120,7 +121,12 @@ def _unload(library: Any) -> tuple[()]:
     return ()
 
 
-def _module(library: Any) -> Module:
+def module(library: Any) -> Module:
+    """Find a loaded module.
+
+    Raises:
+        LaunchError: it is not loaded, or not any more.
+    """
     found = RUNTIME.libraries.get(int(library))
     if found is None:
         raise LaunchError(f"module {int(library):#x} is not loaded")
@@ -133,43 +139,66 @@ def _text(name: Any) -> str:
 
 def kernel_handle(library: Any, name: Any) -> int:
     """Make the handle of a kernel of a module."""
-    module, text = _module(library), _text(name)
-    if text not in module.kernels:
-        raise LaunchError(f"no kernel {text} in the loaded module; it has {', '.join(module.kernels)}")
+    here, text = module(library), _text(name)
+    if text not in here.kernels:
+        raise LaunchError(f"no kernel {text} in the loaded module; it has {', '.join(here.kernels)}")
     handle = RUNTIME.handle()
-    RUNTIME.kernels[handle] = LoadedKernel(module, text)
+    RUNTIME.kernels[handle] = LoadedKernel(here, text)
     RUNTIME.members.setdefault(int(library), []).append(handle)
     return handle
 
 
-def _loaded(kernel: Any) -> LoadedKernel:
+def loaded(kernel: Any) -> LoadedKernel:
+    """Find a kernel by its handle.
+
+    Raises:
+        LaunchError: its module is not loaded, or not any more.
+    """
     found = RUNTIME.kernels.get(int(kernel))
     if found is None:
         raise LaunchError(f"kernel {int(kernel):#x} is not loaded")
     return found
 
 
-def _variable(driver: Any, library: Any, name: Any) -> tuple[Any, int]:
-    """Address and size of a variable of a module."""
-    module, text = _module(library), _text(name)
-    sizes = {variable.name: variable.size for variable in module.variables}
-    addresses = RUNTIME.device().variables(module)
+def has_variable(library: Any, name: Any) -> bool:
+    """Tell whether a module has a variable of that name."""
+    return any(variable.name == _text(name) for variable in module(library).variables)
+
+
+def variable_at(library: Any, name: Any) -> tuple[int, int]:
+    """Find address and size of a variable of a module.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    here, text = module(library), _text(name)
+    sizes = {variable.name: variable.size for variable in here.variables}
+    addresses = RUNTIME.device().variables(here)
     if text not in sizes or text not in addresses:
         raise LaunchError(f"no variable {text} in the loaded module; it has {', '.join(sizes)}")
-    return driver.CUdeviceptr(addresses[text]), sizes[text]
+    return addresses[text], sizes[text]
+
+
+def _variable(driver: Any, library: Any, name: Any) -> tuple[Any, int]:
+    address, size = variable_at(library, name)
+    return driver.CUdeviceptr(address), size
+
+
+def attributes(kernel: Any) -> dict[int, int]:
+    """Collect the values of CU_FUNC_ATTRIBUTE_*, without what only a compiler knows (registers)."""
+    found = loaded(kernel)
+    return {0: 1024, 1: found.static_smem(), 2: 0, MAX_DYNAMIC_SMEM: 0, **found.attributes}
 
 
 def _attribute(kernel: Any, number: Any) -> int:
-    """Answer CU_FUNC_ATTRIBUTE_*, but for what only a compiler knows (registers)."""
-    loaded = _loaded(kernel)
-    known = {0: 1024, 1: loaded.static_smem(), 2: 0, **loaded.attributes}
+    known = attributes(kernel)
     if int(number) not in known:
         raise LaunchError(f"kernel attribute {int(number)} is not known to the emulator")
     return known[int(number)]
 
 
 def _set_attribute(kernel: Any, number: Any, value: Any) -> tuple[()]:
-    _loaded(kernel).attributes[int(number)] = int(value)
+    loaded(kernel).attributes[int(number)] = int(value)
     return ()
 
 
@@ -191,9 +220,9 @@ def _launch_ex(settings: Any, kernel: Any, params: Any, extra: Any) -> tuple[()]
 def _run(settings: config.Config, kernel: Any, params: Any, extra: Any) -> tuple[()]:
     if extra is not None and int(extra):
         raise LaunchError("kernel parameters in `extra` are not supported: pass kernelParams")
-    loaded = _loaded(kernel)
-    pointers, keep = _pointers(loaded.module.kernels[loaded.name], params)
-    loaded.attributes.setdefault(MAX_DYNAMIC_SMEM, 0)
+    found = loaded(kernel)
+    pointers, keep = _pointers(found.module.kernels[found.name], params)
+    found.attributes.setdefault(MAX_DYNAMIC_SMEM, 0)
     run_kernel(settings, int(kernel), pointers)
     del keep
     return ()

@@ -33,23 +33,25 @@ class _Loader:
 
 
 class _Finder:
-    """Finds the modules of ``actions`` where the other finders do, and wraps their loaders."""
+    """Finds modules where the other finders do; ``before`` they are run and ``after`` it, actions are called."""
 
-    def __init__(self, actions: Mapping[str, Action]):
-        self._actions = actions
+    def __init__(self, before: Mapping[str, Callable[[], None]], after: Mapping[str, Action]):
+        self._before, self._after = before, after
         self._looking: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a module, or leave it to the finders after this one."""
-        if name not in self._actions or name in self._looking:
+        if name in self._looking or not (name in self._before or name in self._after):
             return None
         self._looking.add(name)
         try:
             spec = importlib.util.find_spec(name)
         finally:
             self._looking.discard(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._actions[name])
+        if spec is not None and name in self._before:
+            self._before[name]()
+        if spec is not None and spec.loader is not None and name in self._after:
+            spec.loader = _Loader(spec.loader, self._after[name])
         return spec
 
 
@@ -60,7 +62,19 @@ def when_imported(actions: Mapping[str, Action]) -> Iterator[None]:
         module = sys.modules.get(name)
         if module is not None:
             action(module)
-    finder = _Finder({name: action for name, action in actions.items() if name not in sys.modules})
+    with _finding(_Finder({}, {name: action for name, action in actions.items() if name not in sys.modules})):
+        yield
+
+
+@contextmanager
+def before_import(actions: Mapping[str, Callable[[], None]]) -> Iterator[None]:
+    """Call ``actions[name]()`` before a module is imported inside the context, if there is such a module."""
+    with _finding(_Finder(actions, {})):
+        yield
+
+
+@contextmanager
+def _finding(finder: _Finder) -> Iterator[None]:
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     try:
         yield

@@ -59,6 +59,7 @@ class Runtime:
         self.kernels: dict[int, LoadedKernel] = {}
         self.members: dict[int, list[int]] = {}  # kernels of a library
         self.pending: BaseException | None = None
+        self.refused: BaseException | None = None  # what a function of the driver library has raised (libcuda)
         self.captured: list[LaunchRequest] | None = None  # launches of the CUDA graph that is being captured
         self.side_of: Callable[[Any], int | None] = lambda tensor: None  # device number of a torch tensor, if known
         self.place: Callable[[Any, int], None] = lambda tensor, index: None  # note the device of a torch tensor
@@ -178,6 +179,12 @@ def symbol(name: str, *types: Any, safe: bool = False) -> Callable[[Callable[...
         return function
 
     return add
+
+
+def tensor_map_encoders() -> dict[str, tuple[Callable[..., None], list[Any]]]:
+    """List the encoders of tensor maps, which the driver has by the same parameters: function and types by name."""
+    found = {name[1:]: served for name, served in _SYMBOLS.items() if name.startswith("_cuTensorMapEncode")}
+    return {name: (served[0].__wrapped__, served[1]) for name, served in found.items()}  # type: ignore[attr-defined]
 
 
 @functools.cache

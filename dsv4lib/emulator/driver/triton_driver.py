@@ -5,8 +5,8 @@ one class, ``CudaUtils``: it loads a cubin, tells the properties of the device, 
 class here answers instead; arguments, descriptors and scratch memory stay Triton's own code. The PTX of a cubin is
 what Triton keeps beside it.
 
-Written against Triton 3.9. No time is measured: a configuration of ``@triton.autotune`` runs once and the first one that
-can be launched wins, ``triton.testing.do_bench`` runs its function once and answers NaN.
+Written against Triton 3.9. No time is measured: each configuration of ``@triton.autotune`` runs once, and the first that
+can be launched wins; ``triton.testing.do_bench`` runs its function once and answers NaN.
 """
 
 from __future__ import annotations
@@ -100,14 +100,13 @@ class DeviceNumber(int):
         """Number ``gpu``."""
         made = super().__new__(cls, index)
         made._gpu = weakref.ref(gpu)
-        made._hash = hash((index, id(gpu)))
         return made
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceNumber) and self._gpu() is not None and self._gpu() is other._gpu()
 
     def __hash__(self) -> int:
-        return self._hash
+        return int.__hash__(self)
 
 
 def _driver() -> Any:
@@ -222,7 +221,7 @@ class Utilities:
     def set_printf_fifo_size(self, nbytes: int) -> None:
         """Do nothing: what kernels print is written at once."""
 
-    def cuOccupancyMaxActiveClusters(self, kernel: int, shared: int, ctas: int) -> int:  # noqa: N802  Triton's name
+    def cuOccupancyMaxActiveClusters(self, kernel: int, shared: int, ctas: int) -> int:
         """Count the clusters that can be resident, by shared memory and one CTA an SM at least."""
         device = RUNTIME.device()
         smem = shared + RUNTIME.kernels[kernel].static_smem()

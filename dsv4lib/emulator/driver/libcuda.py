@@ -1,0 +1,165 @@
+"""Stand in for ``libcuda.so.1``: the driver API for packages that are compiled against it, such as cuda.core and Warp.
+
+They find the driver by its file's name, then every function by ``cuGetProcAddress``. Both lead here: a library of that
+name (`shared_object`) is loaded before the first of them is imported, and its functions are Python's (`libcuda_calls`).
+
+An exception cannot cross compiled code. What a call raises becomes the status that the driver would give, and is kept
+(`Runtime.refused`): if the script ends with an error of the package, that error's cause says what was wrong, and a
+stopped launch is raised at the end of the script even if the script went on. After it every call fails, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dsv4lib.emulator.driver import libnvrtc, shared_object
+from dsv4lib.emulator.driver.config import LaunchRefused
+from dsv4lib.emulator.driver.on_import import before_import
+from dsv4lib.emulator.driver.symbols import RUNTIME
+from dsv4lib.emulator.errors import EmulatorError, LaunchError, PtxSyntaxError
+from dsv4lib.errors import DSV4Error
+
+SONAME = "libcuda.so.1"
+USERS = ("cuda.core", "numba.cuda", "numba_cuda", "warp", "cupy_backends")  # packages that load it
+SUCCESS, INVALID_VALUE, NO_DEVICE, INVALID_PTX, NOT_FOUND, LAUNCH_FAILED, NOT_SUPPORTED = 0, 1, 100, 218, 500, 719, 801
+ENTRIES: dict[str, Any] = {}  # callbacks by name, without version
+EXPORTED = (  # what is looked up by other ways than cuGetProcAddress
+    "cuGetProcAddress", "cuGetProcAddress_v2", "cuGetExportTable", "cuInit", "cuDriverGetVersion", "cuGetErrorName",
+    "cuGetErrorString", "cuDeviceGetCount",
+)  # fmt: skip
+P, I, U8, U16, U32, U64, SIZE = (
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t,
+)  # fmt: skip
+C = ctypes.c_char_p
+_TEXTS: dict[str, Any] = {}  # texts that C code keeps pointers to
+_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
+_MISSING: dict[str, Any] = {}  # callbacks that answer for functions that are not here
+_LOADED: list[ctypes.CDLL] = []
+
+
+def entry(name: str, *types: Any, release: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the server of the driver's function ``name``, whose parameters have the ctypes ``types``.
+
+    It returns None, or a status. ``release``: succeeds also without a device: destructors run when all is over.
+    """
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any) -> int:
+            if not RUNTIME.devices:
+                return SUCCESS if release else NO_DEVICE
+            if stopped() and not release:
+                return LAUNCH_FAILED
+            try:
+                return function(*args) or SUCCESS
+            except BaseException as error:  # also KeyboardInterrupt: it must not be lost
+                return refuse(error)
+
+        ENTRIES[name] = ctypes.CFUNCTYPE(ctypes.c_int, *types)(guarded)
+        return function
+
+    return add
+
+
+def put(address: int | None, kind: Any, value: Any) -> None:
+    """Write a result, unless the caller wants none."""
+    if address:
+        ctypes.cast(address, ctypes.POINTER(kind))[0] = value
+
+
+def text(value: str) -> int:
+    """Get the address of a text that lives as long as the process."""
+    if value not in _TEXTS:
+        _TEXTS[value] = ctypes.create_string_buffer(value.encode())
+    return ctypes.addressof(_TEXTS[value])
+
+
+def succeed(*names: str, release: bool = False) -> None:
+    """Serve functions that have nothing to do here."""
+    for name in names:
+        entry(name, release=release)(lambda: None)
+
+
+def queue(stream: int | None) -> int:
+    """Get the handle of a stream; those of the legacy default and of each thread are the default one."""
+    return 0 if stream in (None, 1, 2) else stream  # type: ignore[return-value]
+
+
+def stopped() -> bool:
+    """Tell whether a launch was stopped: nothing works any more."""
+    return RUNTIME.refused is not None and status_of(RUNTIME.refused) == LAUNCH_FAILED
+
+
+def refuse(error: BaseException) -> int:
+    """Keep an error and return its status."""
+    if not stopped():
+        RUNTIME.refused = error
+    return status_of(error)
+
+
+def status_of(error: BaseException) -> int:
+    """Choose the driver's status for an error."""
+    if isinstance(error, LaunchRefused):
+        return error.code
+    if isinstance(error, PtxSyntaxError):
+        return INVALID_PTX
+    if isinstance(error, LaunchError) or (isinstance(error, DSV4Error) and not isinstance(error, EmulatorError)):
+        return INVALID_VALUE
+    return LAUNCH_FAILED
+
+
+def address(name: str) -> int:
+    """Find the address of a driver function; of one that is not here, of a function that refuses."""
+    if name not in ENTRIES:
+        name = _VERSION.sub("", name)
+    if name in ENTRIES:
+        return ctypes.cast(ENTRIES[name], ctypes.c_void_p).value or 0
+    if name not in _MISSING:
+
+        def missing() -> int:
+            refuse(LaunchError(f"the emulated driver has no {name}"))
+            return NOT_SUPPORTED
+
+        _MISSING[name] = ctypes.CFUNCTYPE(ctypes.c_int)(missing)
+    return ctypes.cast(_MISSING[name], ctypes.c_void_p).value or 0
+
+
+@contextmanager
+def patched(folder: str) -> Iterator[None]:
+    """Load the driver library before a package is imported that needs it, and raise what it has kept.
+
+    Args:
+        folder: private to this process; the library is written there.
+    """
+    RUNTIME.refused = None
+    try:
+        with before_import(dict.fromkeys(USERS, lambda: load(folder))):
+            yield
+        if stopped():
+            raise RUNTIME.refused  # type: ignore[misc]  # not None
+    except BaseException as error:
+        cause = RUNTIME.refused
+        if cause is not None and cause is not error and not isinstance(error, DSV4Error | SystemExit):
+            raise error.with_traceback(error.__traceback__) from cause
+        raise
+    finally:
+        RUNTIME.refused = None
+
+
+def load(folder: str) -> None:
+    """Load the driver library, once in a process.
+
+    Raises:
+        BackendUnavailable: a driver is loaded already, or there is no stand-in for this machine.
+    """
+    if _LOADED:
+        return
+    from dsv4lib.emulator.driver import libcuda_calls, libcuda_modules  # noqa: F401  they fill ENTRIES
+
+    libnvrtc.load(folder)
+    library = shared_object.load(SONAME, EXPORTED, folder)
+    shared_object.fill(library, EXPORTED, {name: address(name) for name in EXPORTED})
+    _LOADED.append(library)
