@@ -10,13 +10,14 @@ stopped launch is raised at the end of the script even if the script went on. Af
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dsv4lib.emulator.driver import libnvrtc, shared_object
+from dsv4lib.emulator.driver import libnvrtc, script_packages, shared_object
 from dsv4lib.emulator.driver.config import LaunchRefused
 from dsv4lib.emulator.driver.on_import import before_import
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -27,17 +28,14 @@ SONAME = "libcuda.so.1"
 USERS = ("cuda.core", "numba.cuda", "numba_cuda", "warp", "cupy_backends")  # packages that load it
 SUCCESS, INVALID_VALUE, NO_DEVICE, INVALID_PTX, NOT_FOUND, LAUNCH_FAILED, NOT_SUPPORTED = 0, 1, 100, 218, 500, 719, 801
 ENTRIES: dict[str, Any] = {}  # callbacks by name, without version
-EXPORTED = (  # what is looked up by other ways than cuGetProcAddress
-    "cuGetProcAddress", "cuGetProcAddress_v2", "cuGetExportTable", "cuInit", "cuDriverGetVersion", "cuGetErrorName",
-    "cuGetErrorString", "cuDeviceGetCount",
-)  # fmt: skip
+SPARE = tuple(f"dsv4_spare_{i}" for i in range(1024))  # names for functions that are not here
 P, I, U8, U16, U32, U64, SIZE = (
     ctypes.c_void_p, ctypes.c_int, ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t,
 )  # fmt: skip
 C = ctypes.c_char_p
 _TEXTS: dict[str, Any] = {}  # texts that C code keeps pointers to
 _VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
-_MISSING: dict[str, Any] = {}  # callbacks that answer for functions that are not here
+_MISSING: dict[str, tuple[str, Any]] = {}  # of functions that are not here: the spare name and the callback
 _LOADED: list[ctypes.CDLL] = []
 
 
@@ -111,20 +109,49 @@ def status_of(error: BaseException) -> int:
     return LAUNCH_FAILED
 
 
+def served(name: str) -> str | None:
+    """Find the name under which a function is served: its own, or that without version. None: it is not here."""
+    plain = _VERSION.sub("", name)
+    return name if name in ENTRIES else plain if plain in ENTRIES else None
+
+
 def address(name: str) -> int:
-    """Find the address of a driver function; of one that is not here, of a function that refuses."""
-    if name not in ENTRIES:
-        name = _VERSION.sub("", name)
-    if name in ENTRIES:
-        return ctypes.cast(ENTRIES[name], ctypes.c_void_p).value or 0
+    """Find the address of a driver function; of one that is not here, of a function that refuses.
+
+    It lies in the library, not in this process's Python: packages keep it and call it when Python is gone.
+    """
+    known = served(name)
+    (library,) = _LOADED
+    if known is not None:
+        return shared_object.address_of(library, known)
     if name not in _MISSING:
+        if len(_MISSING) == len(SPARE):
+            raise LaunchError(f"more than {len(SPARE)} functions that the emulated driver does not have")
 
         def missing() -> int:
             refuse(LaunchError(f"the emulated driver has no {name}"))
             return NOT_SUPPORTED
 
-        _MISSING[name] = ctypes.CFUNCTYPE(ctypes.c_int)(missing)
-    return ctypes.cast(_MISSING[name], ctypes.c_void_p).value or 0
+        _MISSING[name] = SPARE[len(_MISSING)], ctypes.CFUNCTYPE(ctypes.c_int)(missing)
+        _fill()
+    return shared_object.address_of(library, _MISSING[name][0])
+
+
+def _fill() -> None:
+    """Write the addresses of all functions into the library's table."""
+    (library,) = _LOADED
+    zero = shared_object.address_of(library, shared_object.ZERO)
+    callbacks = ENTRIES | dict(_MISSING.values())
+    names = (*ENTRIES, *SPARE)
+    where = {name: ctypes.cast(callback, P).value or 0 for name, callback in callbacks.items()}
+    shared_object.fill(library, names, {name: where.get(name, zero) for name in names})
+
+
+def _finish() -> None:
+    """Lead all functions to one that succeeds: Python ends, and destructors of compiled code still come."""
+    (library,) = _LOADED
+    names = (*ENTRIES, *SPARE)
+    shared_object.fill(library, names, dict.fromkeys(names, shared_object.address_of(library, shared_object.ZERO)))
 
 
 @contextmanager
@@ -136,7 +163,7 @@ def patched(folder: str) -> Iterator[None]:
     """
     RUNTIME.refused = None
     try:
-        with before_import(dict.fromkeys(USERS, lambda: load(folder))):
+        with script_packages.patched(), before_import(dict.fromkeys(USERS, lambda: load(folder))):
             yield
         if stopped():
             raise RUNTIME.refused  # type: ignore[misc]  # not None
@@ -160,6 +187,6 @@ def load(folder: str) -> None:
     from dsv4lib.emulator.driver import libcuda_calls, libcuda_modules  # noqa: F401  they fill ENTRIES
 
     libnvrtc.load(folder)
-    library = shared_object.load(SONAME, EXPORTED, folder)
-    shared_object.fill(library, EXPORTED, {name: address(name) for name in EXPORTED})
-    _LOADED.append(library)
+    _LOADED.append(shared_object.load(SONAME, (*ENTRIES, *SPARE), folder))
+    _fill()
+    atexit.register(_finish)

@@ -41,6 +41,7 @@ CONTEXT_API = 3020
 MEMORY_TYPE, DEVICE_POINTER, HOST_POINTER, IS_MANAGED, ORDINAL, BUFFER_ID = 2, 3, 4, 8, 9, 7  # CUpointer_attribute
 RANGE_START, RANGE_SIZE, MAPPED, POINTER_CONTEXT = 11, 12, 13, 1
 DEVICE_MEMORY = 2  # CUmemorytype
+FEATURES = (42, *range(84, 160), 50)  # CUdevice_attribute
 _CURRENT = {"context": 0}
 _HOST: dict[int, np.ndarray] = {}  # pinned memory by address
 
@@ -130,11 +131,14 @@ def total_memory(out: int, _device: int) -> None:
 
 @entry("cuDeviceGetAttribute", P, I, I)
 def device_attribute(out: int, number: int, device: int) -> int:
-    """Get a property; of those that have no value here, the status says so."""
+    """Get a property. Features without a value here are not supported: 0; of limits, the status says so."""
     try:
-        put(out, I, RUNTIME.sibling(device).attribute(number))
+        value = 0 if number in RUNTIME.hidden else RUNTIME.sibling(device).attribute(number)
     except LaunchError:
-        return INVALID_VALUE
+        if number not in FEATURES:
+            return INVALID_VALUE
+        value = 0
+    put(out, I, value)
     return 0
 
 

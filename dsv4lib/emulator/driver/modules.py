@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib.emulator.driver import binary, config
+from dsv4lib.emulator.driver import binary, config, cubin
 from dsv4lib.emulator.driver.symbols import MAX_DYNAMIC_SMEM, RUNTIME, LoadedKernel, run_kernel
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.ptx.ir import Kernel, Module
@@ -21,6 +21,7 @@ from dsv4lib.emulator.ptx.parse import parse
 from dsv4lib.emulator.units import tensormap
 from dsv4lib.errors import ArgumentError
 
+NUM_REGS, LOCAL_BYTES = 4, 3  # CU_FUNC_ATTRIBUTE_*
 CONTEXT = 0x10  # handle of the one context
 _BINARY = (binary.ELF_MAGIC, binary.FATBIN_MAGIC.to_bytes(4, "little"))
 
@@ -93,18 +94,22 @@ def load_image(image: Any) -> int:
     """
     if isinstance(image, bytes | bytearray | memoryview | np.ndarray):
         raw = bytes(image)
-        ptx = binary.ptx_of(raw) if raw[:4] in _BINARY else raw.decode(errors="replace")
-        module = parse(ptx) if ptx is not None else binary.module_at(np.frombuffer(raw, np.uint8).ctypes.data)
     else:
         address = int(image)
         if not address:
             raise ArgumentError("image", image, "PTX or a cubin")
-        if ctypes.string_at(address, 4) in _BINARY:
-            module = binary.module_at(address)
-        else:
-            module = parse(ctypes.string_at(address).decode(errors="replace"))
+        binaries = ctypes.string_at(address, 4) in _BINARY
+        raw = binary.cubin_at(address) if binaries else ctypes.string_at(address)
     handle = RUNTIME.handle()
-    RUNTIME.libraries[handle] = module  # parsed anew: each load has variables of its own
+    if raw[:4] in _BINARY:
+        ptx = binary.ptx_of(raw)
+        if ptx is None:
+            raw = binary.cubin_at(np.frombuffer(raw, np.uint8).ctypes.data)
+            ptx = binary.known_ptx_of(raw)
+        RUNTIME.cubins[handle] = raw
+    else:
+        ptx = raw.decode(errors="replace")
+    RUNTIME.libraries[handle] = parse(ptx)  # parsed anew: each load has variables of its own
     return handle
 
 
@@ -143,9 +148,17 @@ def kernel_handle(library: Any, name: Any) -> int:
     if text not in here.kernels:
         raise LaunchError(f"no kernel {text} in the loaded module; it has {', '.join(here.kernels)}")
     handle = RUNTIME.handle()
-    RUNTIME.kernels[handle] = LoadedKernel(here, text)
+    RUNTIME.kernels[handle] = LoadedKernel(here, text, _compiled(int(library), text))
     RUNTIME.members.setdefault(int(library), []).append(handle)
     return handle
+
+
+def _compiled(library: int, name: str) -> dict[int, int]:
+    """The attributes of a kernel that its assembler knows; of PTX nothing is known."""
+    if library not in RUNTIME.cubins:
+        return {}
+    used = cubin.resources(RUNTIME.cubins[library], name)
+    return {NUM_REGS: used.registers, LOCAL_BYTES: used.local_bytes}
 
 
 def loaded(kernel: Any) -> LoadedKernel:
@@ -185,9 +198,11 @@ def _variable(driver: Any, library: Any, name: Any) -> tuple[Any, int]:
 
 
 def attributes(kernel: Any) -> dict[int, int]:
-    """Collect the values of CU_FUNC_ATTRIBUTE_*, without what only a compiler knows (registers)."""
+    """Collect the values of CU_FUNC_ATTRIBUTE_*; of a kernel loaded as PTX, the registers are 0: nobody assembled it."""
     found = loaded(kernel)
-    return {0: 1024, 1: found.static_smem(), 2: 0, MAX_DYNAMIC_SMEM: 0, **found.attributes}
+    number = int(found.module.target.strip("sm_af"))
+    known = {0: 1024, 1: found.static_smem(), 2: 0, LOCAL_BYTES: 0, NUM_REGS: 0, 5: number, 6: number, 7: 0}
+    return {**known, MAX_DYNAMIC_SMEM: 0, 9: -1, **found.attributes}
 
 
 def _attribute(kernel: Any, number: Any) -> int:

@@ -21,7 +21,7 @@ from dsv4lib.errors import BackendUnavailable
 
 PAGE = 0x10000  # no machine has larger ones
 STUB = 8  # bytes of a function
-TABLE = "dsv4_table"
+TABLE, ZERO = "dsv4_table", "dsv4_zero"  # the table, and a function that returns 0
 LOAD, DYNAMIC, GNU_STACK = 1, 2, 0x6474E551  # kinds of segments
 HASH, STRTAB, SYMTAB, STRSZ, SYMENT, SONAME = 4, 5, 6, 10, 11, 14  # tags of the dynamic section
 _EXECUTE, _WRITE, _READ = 1, 2, 4
@@ -38,22 +38,26 @@ def _arm(at: int, slot: int) -> bytes:
     return struct.pack("<II", 0x58000010 | ((slot - at) // 4 & 0x7FFFF) << 5, 0xD61F0200)
 
 
-MACHINES: dict[str, tuple[int, Callable[[int, int], bytes]]] = {"x86_64": (62, _x86), "aarch64": (183, _arm)}
+# ELF's number of a machine, its jump, and code that returns 0.
+MACHINES: dict[str, tuple[int, Callable[[int, int], bytes], bytes]] = {
+    "x86_64": (62, _x86, b"\x31\xc0\xc3"),
+    "aarch64": (183, _arm, struct.pack("<II", 0x52800000, 0xD65F03C0)),
+}
 
 
 def image(soname: str, names: Sequence[str], machine: str) -> bytes:
     """Make the file: functions ``names`` and the variable `TABLE` with a slot for each of them."""
-    number, stub = MACHINES[machine]
+    number, stub, zero = MACHINES[machine]
     strings, starts = b"\0", {}
-    for name in (soname, TABLE, *names):
+    for name in (soname, TABLE, ZERO, *names):
         starts[name] = len(strings)
         strings += name.encode() + b"\0"
-    count = len(names) + 2  # with the empty symbol and the table
+    count = len(names) + 3  # with the empty symbol, the table and the function of ours
     symbols = 0x40 + 4 * 56
     hashes = symbols + 24 * count
     text = -(-(hashes + 4 * (2 + 1 + count) + len(strings)) // 16) * 16
     string_table = hashes + 4 * (2 + 1 + count)
-    code_end = text + STUB * len(names)
+    code_end = text + STUB * (len(names) + 1)
     table = -(-code_end // PAGE) * PAGE
     dynamic = table + 8 * len(names)
     entries = (
@@ -73,9 +77,11 @@ def image(soname: str, names: Sequence[str], machine: str) -> bytes:
     for i, (kind, flags, start, size, align) in enumerate(segments):
         struct.pack_into("<IIQQQQQQ", out, 0x40 + 56 * i, kind, flags, start, start, start, size, size, align)
     struct.pack_into("<IBBHQQ", out, symbols + 24, starts[TABLE], 0x11, 0, 1, table, 8 * len(names))
+    struct.pack_into("<IBBHQQ", out, symbols + 48, starts[ZERO], 0x12, 0, 1, code_end - STUB, STUB)
+    out[code_end - STUB : code_end - STUB + len(zero)] = zero
     for i, name in enumerate(names):
         at = text + STUB * i
-        struct.pack_into("<IBBHQQ", out, symbols + 24 * (i + 2), starts[name], 0x12, 0, 1, at, STUB)
+        struct.pack_into("<IBBHQQ", out, symbols + 24 * (i + 3), starts[name], 0x12, 0, 1, at, STUB)
         out[at : at + STUB] = stub(at, table + 8 * i)
     chain = [*range(2, count), 0]  # one bucket: each symbol leads to the next
     struct.pack_into(f"<{3 + count}I", out, hashes, 1, count, 1, 0, *chain)
@@ -108,6 +114,11 @@ def load(soname: str, names: Sequence[str], folder: str) -> ctypes.CDLL:
     path = Path(folder) / soname
     path.write_bytes(image(soname, names, machine))
     return ctypes.CDLL(str(path), mode=RTLD_NOW | RTLD_GLOBAL)
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int:
+    """Get the address of a function of the library."""
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
 def fill(library: ctypes.CDLL, names: Sequence[str], addresses: Mapping[str, int]) -> None:

@@ -56,9 +56,11 @@ class Runtime:
     def __init__(self) -> None:
         self.devices: list[DeviceView] = []  # the active one last
         self.libraries: dict[int, Module] = {}
+        self.cubins: dict[int, bytes] = {}  # of libraries that were loaded as one
         self.kernels: dict[int, LoadedKernel] = {}
         self.members: dict[int, list[int]] = {}  # kernels of a library
         self.pending: BaseException | None = None
+        self.hidden: set[int] = set()  # device attributes that answer 0 in this process
         self.refused: BaseException | None = None  # what a function of the driver library has raised (libcuda)
         self.captured: list[LaunchRequest] | None = None  # launches of the CUDA graph that is being captured
         self.side_of: Callable[[Any], int | None] = lambda tensor: None  # device number of a torch tensor, if known
@@ -76,6 +78,7 @@ class Runtime:
         """Forget libraries and their kernels, whose code no engine can call any more."""
         for library in libraries:
             self.libraries.pop(library, None)
+            self.cubins.pop(library, None)
             for handle in self.members.pop(library, ()):
                 self.kernels.pop(handle, None)
 

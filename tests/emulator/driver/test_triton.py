@@ -63,7 +63,11 @@ def test_arguments_of_every_type(gpu):
     kernels.every_type[(1,)](out, -5, 2**31 - 3, -(2**40), 2**63 + 2048, 0.5, one, -2.25, (seven, 9), None, True)
     want = [-5, 2**31 - 3, -(2.0**40), 2.0**63 + 2048, 0.5, one, -2.25, 7, 9, 1, 1]
     assert out.tolist() == want
-    assert [triton_driver.encoded(k, 1.5).hex() for k in ("fp16", "bf16", "fp64")] == ["003e", "c03f", "000000000000f83f"]
+    assert [triton_driver.encoded(k, 1.5).hex() for k in ("fp16", "bf16", "fp64")] == [
+        "003e",
+        "c03f",
+        "000000000000f83f",
+    ]
     assert triton_driver.encoded("i8", -1) == b"\xff" and triton_driver.encoded("*i8", None) == bytes(8)
     with pytest.raises(LaunchError, match="complex"):
         triton_driver.encoded("complex", 1)
