@@ -4,8 +4,8 @@ They find the driver by its file's name, then every function by ``cuGetProcAddre
 name (`shared_object`) is loaded before the first of them is imported, and its functions are Python's (`libcuda_calls`).
 
 An exception cannot cross compiled code. What a call raises becomes the status that the driver would give, and is kept
-(`Runtime.refused`): if the script ends with an error of the package, that error's cause says what was wrong, and a
-stopped launch is raised at the end of the script even if the script went on. After it every call fails, as on a GPU.
+(`Runtime.refused`): an error that ends the script has a note of it. If it is a stopped launch, it is that error's cause,
+and is raised at the end if the script went on; after it every call fails, as on a GPU.
 """
 
 from __future__ import annotations
@@ -169,8 +169,10 @@ def patched(folder: str) -> Iterator[None]:
             raise RUNTIME.refused  # type: ignore[misc]  # not None
     except BaseException as error:
         cause = RUNTIME.refused
-        if cause is not None and cause is not error and not isinstance(error, DSV4Error | SystemExit):
-            raise error.with_traceback(error.__traceback__) from cause
+        if cause is not None and cause is not error and not isinstance(error, DSV4Error):
+            if stopped():
+                raise error from cause
+            error.add_note(f"before, the emulated driver refused a call: {cause}")
         raise
     finally:
         RUNTIME.refused = None

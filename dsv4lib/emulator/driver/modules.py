@@ -198,7 +198,7 @@ def _variable(driver: Any, library: Any, name: Any) -> tuple[Any, int]:
 
 
 def attributes(kernel: Any) -> dict[int, int]:
-    """Collect the values of CU_FUNC_ATTRIBUTE_*; of a kernel loaded as PTX, the registers are 0: nobody assembled it."""
+    """Collect the values of CU_FUNC_ATTRIBUTE_*; the registers of a kernel loaded as PTX are 0."""
     found = loaded(kernel)
     number = int(found.module.target.strip("sm_af"))
     known = {0: 1024, 1: found.static_smem(), 2: 0, LOCAL_BYTES: 0, NUM_REGS: 0, 5: number, 6: number, 7: 0}

@@ -1,9 +1,9 @@
 """Settings and small repairs for packages whose scripts run through the driver library: numba-cuda and Warp.
 
 numba-cuda needs none but the lines of the source. Warp's native library contains the CUDA runtime, which asks the
-driver for functions that no document describes. Warp calls that runtime for memory only, by functions of its own: these
-are served here. Its kernels are loaded and launched through the driver. What runs a kernel of Warp's own binary (sorting,
-scanning, meshes, hash grids on the device) is refused: there is no PTX of it.
+driver for functions that no document describes. Warp calls that runtime for memory only, by functions of its own, which
+are served here. Its kernels are loaded and launched through the driver. What runs a kernel of Warp's own binary
+(sorting, scanning, meshes, hash grids on the device) is refused: there is no PTX of it.
 """
 
 from __future__ import annotations

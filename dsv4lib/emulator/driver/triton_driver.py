@@ -5,8 +5,8 @@ one class, ``CudaUtils``: it loads a cubin, tells the properties of the device, 
 class here answers instead; arguments, descriptors and scratch memory stay Triton's own code. The PTX of a cubin is
 what Triton keeps beside it.
 
-Written against Triton 3.9. No time is measured: each configuration of ``@triton.autotune`` runs once, and the first that
-can be launched wins; ``triton.testing.do_bench`` runs its function once and answers NaN.
+Written against Triton 3.9. No time is measured: each configuration of ``@triton.autotune`` runs once, and the first
+that can be launched wins; ``triton.testing.do_bench`` runs its function once and answers NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton's launches in the emulator: arguments, descriptors, clusters, autotuning, scripts with and without mistakes."""
+"""Triton's launches in the emulator: arguments, descriptors, clusters, autotuning, scripts and their mistakes."""
 
 import math
 import sys
@@ -84,6 +84,9 @@ def test_descriptors_that_the_host_makes(gpu):
     y = torch.full_like(x, -1)
     source, target = (kernels.TensorDescriptor.from_tensor(t, [16, 32]) for t in (x, y))
     kernels.copy_box[(4, 3)](source, target, M=16, N=32)
+    assert torch.equal(y, 2 * x)
+    kernels.copy_box[(1, 1)](*[kernels.TensorDescriptor.from_tensor(t, [128, 128]) for t in (x, y)], M=128, N=128)
+    assert gpu.launches[-1].request.dynamic_smem > 48 << 10 or gpu.arch.name == "sm_80"
     assert torch.equal(y, 2 * x)
 
 
