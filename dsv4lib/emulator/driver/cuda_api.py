@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import types
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -396,14 +397,38 @@ def _events(prefix: str, handle: Any) -> dict[str, Any]:
     return {prefix + name: function for name, function in table.items()}
 
 
+_OWNERS: dict[int, weakref.ref[Any]] = {}  # devices by the addresses that `allocate` gave out
+
+
+def allocate(nbytes: int, label: str = "cudaMalloc") -> int:
+    """Allocate memory of the active device; returns its address."""
+    address = RUNTIME.device().empty(nbytes, label).ctypes.data
+    _OWNERS[address] = weakref.ref(RUNTIME.device())
+    return address
+
+
+def free(address: int) -> None:
+    """Give back what `allocate` returned. Memory of a device that is not the active one any more is gone already.
+
+    Raises:
+        ArgumentError: nothing is allocated there.
+    """
+    if not address or not RUNTIME.devices:
+        return
+    RUNTIME.synchronize()
+    if address not in _OWNERS:
+        raise ArgumentError("address", hex(address), "what was allocated and is not freed yet")
+    owner, active = _OWNERS.pop(address)(), RUNTIME.device()
+    if owner is active or (owner is not None and active.group is not None and owner.group is active.group):
+        owner.free(address)
+
+
 def _allocate(nbytes: int, *_args: Any) -> tuple[int]:
-    return (RUNTIME.device().empty(int(nbytes), "cudaMalloc").ctypes.data,)
+    return (allocate(int(nbytes)),)
 
 
 def _free(address: Any, *_args: Any) -> tuple[()]:
-    RUNTIME.synchronize()
-    if int(address):
-        RUNTIME.device().free(int(address))
+    free(int(address))
     return ()
 
 

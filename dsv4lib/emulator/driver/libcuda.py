@@ -4,8 +4,8 @@ They find the driver by its file's name, then every function by ``cuGetProcAddre
 name (`shared_object`) is loaded before the first of them is imported, and its functions are Python's (`libcuda_calls`).
 
 An exception cannot cross compiled code. What a call raises becomes the status that the driver would give, and is kept
-(`Runtime.refused`): an error that ends the script has a note of it. If it is a stopped launch, it is that error's cause,
-and is raised at the end if the script went on; after it every call fails, as on a GPU.
+(`Runtime.refused`): an error that ends the script has a note of it. A stopped launch is the cause of that error, and is
+raised at the end if the script went on; after it every call fails, as on a GPU.
 """
 
 from __future__ import annotations

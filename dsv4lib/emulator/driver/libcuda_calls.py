@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import numpy as np
-
 from dsv4lib.emulator.driver import cuda_api, libcuda
 from dsv4lib.emulator.driver.cuda_api import DRIVER_VERSION, Stream, properties
 from dsv4lib.emulator.driver.libcuda import (
@@ -43,7 +41,7 @@ RANGE_START, RANGE_SIZE, MAPPED, POINTER_CONTEXT = 11, 12, 13, 1
 DEVICE_MEMORY = 2  # CUmemorytype
 FEATURES = (42, *range(84, 160), 50)  # CUdevice_attribute
 _CURRENT = {"context": 0}
-_HOST: dict[int, np.ndarray] = {}  # pinned memory by address
+_HOST: set[int] = set()  # addresses of pinned memory
 
 
 # Versions, names of errors, and how functions are found.
@@ -241,7 +239,7 @@ succeed("cuCtxSetCacheConfig", "cuProfilerStart", "cuProfilerStop")
 @entry("cuMemAlloc", P, SIZE)
 def allocate(out: int, nbytes: int, *_rest: Any) -> None:
     """Allocate device memory."""
-    put(out, U64, RUNTIME.device().empty(nbytes, "cuMemAlloc").ctypes.data if nbytes else 0)
+    put(out, U64, cuda_api.allocate(nbytes, "cuMemAlloc") if nbytes else 0)
 
 
 entry("cuMemAllocManaged", P, SIZE, U32)(allocate)
@@ -252,11 +250,7 @@ entry("cuMemAllocFromPoolAsync", P, SIZE, P, P)(allocate)
 @entry("cuMemFree", U64, release=True)
 def release(address: int, *_stream: Any) -> None:
     """Free device memory."""
-    if RUNTIME.devices and address:
-        RUNTIME.synchronize()
-        if RUNTIME.device().gmem.find(address) is None:
-            raise ArgumentError("dptr", hex(address), "what cuMemAlloc returned and is not freed yet")
-        RUNTIME.device().free(address)
+    cuda_api.free(address)
 
 
 entry("cuMemFreeAsync", U64, P, release=True)(release)
@@ -272,9 +266,9 @@ def memory_info(free: int, total: int) -> None:
 @entry("cuMemHostAlloc", P, SIZE, U32)
 def host_allocate(out: int, nbytes: int, *_flags: Any) -> None:
     """Allocate host memory that kernels may use at the same address."""
-    array = RUNTIME.device().empty(nbytes, "cuMemHostAlloc")
-    _HOST[array.ctypes.data] = array
-    put(out, P, array.ctypes.data)
+    address = cuda_api.allocate(nbytes, "cuMemHostAlloc")
+    _HOST.add(address)
+    put(out, P, address)
 
 
 entry("cuMemAllocHost", P, SIZE)(host_allocate)
@@ -283,8 +277,9 @@ entry("cuMemAllocHost", P, SIZE)(host_allocate)
 @entry("cuMemFreeHost", P, release=True)
 def host_release(address: int | None) -> None:
     """Free host memory."""
-    if address and _HOST.pop(address, None) is not None and RUNTIME.devices:
-        release(address)
+    if address in _HOST:
+        _HOST.remove(address)
+        cuda_api.free(address)
 
 
 @entry("cuMemHostGetDevicePointer", P, P, U32)

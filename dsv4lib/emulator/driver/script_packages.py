@@ -89,7 +89,7 @@ def _refused(name: str, *_args: Any) -> None:
 
 
 def _allocate(_real: Any, _context: Any, nbytes: int, *_tag: Any) -> int:
-    return RUNTIME.device().empty(nbytes, "array of Warp").ctypes.data
+    return cuda_api.allocate(nbytes, "array of Warp")
 
 
 def _allocate_pinned(real: Any, nbytes: int, *_tag: Any) -> int:
@@ -97,8 +97,7 @@ def _allocate_pinned(real: Any, nbytes: int, *_tag: Any) -> int:
 
 
 def _free(_real: Any, _context: Any, address: int, *_rest: Any) -> None:
-    if RUNTIME.devices:
-        RUNTIME.device().free(address)
+    cuda_api.free(_number(address))
 
 
 def _free_pinned(real: Any, address: int) -> None:

@@ -324,6 +324,7 @@ def patched(default: str) -> Iterator[None]:
         )
         patch.around(torch, "_scaled_mm", scaled_mm)
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
+        patch.around(torch.autograd, "_engine_run_backward", functools.partial(_backward, mode))
         try:
             with triton_driver.patched(), mode:
                 yield
@@ -331,6 +332,12 @@ def patched(default: str) -> Iterator[None]:
             rules = sys.modules.get("torch._dynamo.trace_rules")
             if rules is not None:  # loaded inside, dynamo took our functions for torch's own
                 rules.get_torch_obj_rule_map.cache_clear()
+
+
+def _backward(mode: CudaMode, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run backward passes under the mode, which torch leaves while it calls ``Tensor.backward``."""
+    with mode:
+        return original(*args, **kwargs)
 
 
 def _custom_op(original: Callable[..., Any], mode: CudaMode) -> Callable[..., Any]:
