@@ -49,6 +49,18 @@ def candidates() -> Iterator[str]:
     yield from names
 
 
+def path() -> str:
+    """Find the file of NVRTC; it is not loaded.
+
+    Raises:
+        BackendUnavailable: there is none in a place that we know; the system's own is not looked for.
+    """
+    for name in candidates():
+        if "/" in name and Path(name).is_file():
+            return str(Path(name).resolve())
+    raise BackendUnavailable(f"NVRTC is not installed: {INSTALL}")
+
+
 def library() -> tuple[ctypes.CDLL, Path | None]:
     """Load NVRTC; also the folder of the toolkit that it lies in, None if the system found it.
 

@@ -83,16 +83,21 @@ def parsed(ptx: str) -> Module:
     return parse(ptx)
 
 
-def module_at(address: int) -> Module:
-    """Find the parsed PTX of the binary at a host address.
+def known_ptx_of(cubin: bytes) -> str:
+    """Find the PTX that a cubin was assembled from.
 
     Raises:
         LaunchError: the binary was not compiled where we could see its PTX.
     """
-    ptx = ptx_of(cubin_at(address))
+    ptx = ptx_of(cubin)
     if ptx is None:
         raise LaunchError(
             "a binary is loaded whose PTX is not known: it was compiled outside of emulator.device() and comes from a "
             "cache or an object file. Compile it inside, or with --keep-ptx --keep-cubin, and turn off that cache"
         )
-    return parsed(ptx)
+    return ptx
+
+
+def module_at(address: int) -> Module:
+    """Find the parsed PTX of the binary at a host address; see `known_ptx_of`."""
+    return parsed(known_ptx_of(cubin_at(address)))

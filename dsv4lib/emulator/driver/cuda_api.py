@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import types
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -316,10 +317,10 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cuMemAlloc": lambda nbytes: tuple(map(driver.CUdeviceptr, _allocate(nbytes))),
         "cuMemFree": _free,
         "cuMemsetD8": _fill,
-        "cuMemcpyHtoD": _copy,
-        "cuMemcpyDtoH": _copy,
-        "cuMemcpyDtoD": _copy,
-        **{f"cuMemcpy{way}Async": _copy for way in ("HtoD", "DtoH", "DtoD")},
+        "cuMemcpyHtoD": copy,
+        "cuMemcpyDtoH": copy,
+        "cuMemcpyDtoD": copy,
+        **{f"cuMemcpy{way}Async": copy for way in ("HtoD", "DtoH", "DtoD")},
         **_events("cuEvent", driver.CUevent),
         **modules.table(driver),
     }
@@ -339,8 +340,8 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cudaFreeAsync": _free,
         "cudaMemset": _fill,
         "cudaMemsetAsync": _fill,
-        "cudaMemcpy": _copy,
-        "cudaMemcpyAsync": _copy,
+        "cudaMemcpy": copy,
+        "cudaMemcpyAsync": copy,
         "cudaGetLastError": lambda: (),
         **_events("cudaEvent", runtime.cudaEvent_t),
     }
@@ -352,8 +353,20 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
 _EVENTS: dict[int, Event] = {}  # by the handle that the bindings gave out
 
 
-def _event(handle: Any) -> Event:
-    """The event of a handle.
+def make_event() -> int:
+    """Make an event; returns its handle."""
+    number = max(_EVENTS, default=0) + 1
+    _EVENTS[number] = Event()
+    return number
+
+
+def drop_event(handle: Any) -> None:
+    """Forget an event."""
+    _EVENTS.pop(int(handle), None)
+
+
+def event(handle: Any) -> Event:
+    """Find the event of a handle.
 
     Raises:
         ArgumentError: it was never created, or has been destroyed.
@@ -367,38 +380,64 @@ def _events(prefix: str, handle: Any) -> dict[str, Any]:
     """The functions on events of a binding whose handles are ``handle(number)``."""
 
     def create(*_args: Any) -> tuple[Any]:
-        number = max(_EVENTS, default=0) + 1
-        _EVENTS[number] = Event()
-        return (handle(number),)
+        return (handle(make_event()),)
 
-    def record(event: Any, stream: Any = 0) -> tuple[()]:
-        _event(event).mark = RUNTIME.record(int(stream))
+    def record(of: Any, stream: Any = 0) -> tuple[()]:
+        event(of).mark = RUNTIME.record(int(stream))
         return ()
 
     table = {
         "Create": create,
         "CreateWithFlags": create,
         "Record": record,
-        "Synchronize": lambda event: _event(event).synchronize() or (),
-        "ElapsedTime": lambda start, end: (_event(start).elapsed_time(_event(end)),),
-        "Destroy": lambda event: _EVENTS.pop(int(event), None) and (),
+        "Synchronize": lambda of: event(of).synchronize() or (),
+        "ElapsedTime": lambda start, end: (event(start).elapsed_time(event(end)),),
+        "Destroy": lambda of: drop_event(of) or (),
     }
     return {prefix + name: function for name, function in table.items()}
 
 
+_OWNERS: dict[int, weakref.ref[Any]] = {}  # devices by the addresses that `allocate` gave out
+
+
+def allocate(nbytes: int, label: str = "cudaMalloc") -> int:
+    """Allocate memory of the active device; returns its address."""
+    address = RUNTIME.device().empty(nbytes, label).ctypes.data
+    _OWNERS[address] = weakref.ref(RUNTIME.device())
+    return address
+
+
+def free(address: int) -> None:
+    """Give back what `allocate` returned. Memory of a device that is not the active one any more is gone already.
+
+    Raises:
+        ArgumentError: nothing is allocated there.
+    """
+    if not address or not RUNTIME.devices:
+        return
+    RUNTIME.synchronize()
+    if address not in _OWNERS:
+        raise ArgumentError("address", hex(address), "what was allocated and is not freed yet")
+    owner, active = _OWNERS.pop(address)(), RUNTIME.device()
+    if owner is active or (owner is not None and active.group is not None and owner.group is active.group):
+        owner.free(address)
+
+
 def _allocate(nbytes: int, *_args: Any) -> tuple[int]:
-    return (RUNTIME.device().empty(int(nbytes), "cudaMalloc").ctypes.data,)
+    return (allocate(int(nbytes)),)
 
 
 def _free(address: Any, *_args: Any) -> tuple[()]:
-    RUNTIME.synchronize()
-    if int(address):
-        RUNTIME.device().free(int(address))
+    free(int(address))
     return ()
 
 
-def _copy(target: Any, source: Any, nbytes: int, *_args: Any) -> tuple[()]:
-    """Copy between host and device memory, which are both the host's."""
+def copy(target: Any, source: Any, nbytes: int, *_args: Any) -> tuple[()]:
+    """Copy between host and device memory, which are both the host's.
+
+    Raises:
+        LaunchError: while a CUDA graph is captured.
+    """
     if RUNTIME.captured is not None:
         raise LaunchError("a copy while a CUDA graph is captured: only kernel launches can be")
     RUNTIME.synchronize()

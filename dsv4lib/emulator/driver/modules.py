@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib.emulator.driver import binary, config
+from dsv4lib.emulator.driver import binary, config, cubin
 from dsv4lib.emulator.driver.symbols import MAX_DYNAMIC_SMEM, RUNTIME, LoadedKernel, run_kernel
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.ptx.ir import Kernel, Module
@@ -21,6 +21,7 @@ from dsv4lib.emulator.ptx.parse import parse
 from dsv4lib.emulator.units import tensormap
 from dsv4lib.errors import ArgumentError
 
+NUM_REGS, LOCAL_BYTES = 4, 3  # CU_FUNC_ATTRIBUTE_*
 CONTEXT = 0x10  # handle of the one context
 _BINARY = (binary.ELF_MAGIC, binary.FATBIN_MAGIC.to_bytes(4, "little"))
 
@@ -29,7 +30,7 @@ def table(driver: Any) -> dict[str, Callable[..., tuple[Any, ...]]]:
     """Make the functions of cuda.bindings.driver that load and launch; each returns what follows the status."""
 
     def load(kind: Any) -> Callable[..., tuple[Any]]:
-        return lambda image, *_options: (kind(_load(image)),)
+        return lambda image, *_options: (kind(load_image(image)),)
 
     def context(*_args: Any) -> tuple[Any]:
         return (driver.CUcontext(CONTEXT),)
@@ -52,13 +53,13 @@ def table(driver: Any) -> dict[str, Callable[..., tuple[Any, ...]]]:
         "cuLaunchKernel": _launch,
         "cuLaunchKernelEx": _launch_ex,
         "cuLibraryGetGlobal": lambda library, name: _variable(driver, library, name),
-        "cuLibraryGetKernel": lambda library, name: (driver.CUkernel(_kernel(library, name)),),
+        "cuLibraryGetKernel": lambda library, name: (driver.CUkernel(kernel_handle(library, name)),),
         "cuLibraryLoadData": load(driver.CUlibrary),
-        "cuLibraryLoadFromFile": lambda path, *_options: (driver.CUlibrary(_load_file(path)),),
+        "cuLibraryLoadFromFile": lambda path, *_options: (driver.CUlibrary(load_file(path)),),
         "cuLibraryUnload": _unload,
-        "cuModuleGetFunction": lambda module, name: (driver.CUfunction(_kernel(module, name)),),
+        "cuModuleGetFunction": lambda module, name: (driver.CUfunction(kernel_handle(module, name)),),
         "cuModuleGetGlobal": lambda module, name: _variable(driver, module, name),
-        "cuModuleLoad": lambda path: (driver.CUmodule(_load_file(path)),),
+        "cuModuleLoad": lambda path: (driver.CUmodule(load_file(path)),),
         "cuModuleLoadData": load(driver.CUmodule),
         "cuModuleLoadDataEx": load(driver.CUmodule),
         "cuModuleUnload": _unload,
@@ -84,7 +85,7 @@ def compilers() -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc, "nvrtcGetCUBIN", get
 
 
-def _load(image: Any) -> int:
+def load_image(image: Any) -> int:
     """Load PTX or a known binary from bytes, a buffer, or a host address; returns its handle.
 
     Raises:
@@ -93,26 +94,31 @@ def _load(image: Any) -> int:
     """
     if isinstance(image, bytes | bytearray | memoryview | np.ndarray):
         raw = bytes(image)
-        ptx = binary.ptx_of(raw) if raw[:4] in _BINARY else raw.decode(errors="replace")
-        module = parse(ptx) if ptx is not None else binary.module_at(np.frombuffer(raw, np.uint8).ctypes.data)
     else:
         address = int(image)
         if not address:
             raise ArgumentError("image", image, "PTX or a cubin")
-        if ctypes.string_at(address, 4) in _BINARY:
-            module = binary.module_at(address)
-        else:
-            module = parse(ctypes.string_at(address).decode(errors="replace"))
+        binaries = ctypes.string_at(address, 4) in _BINARY
+        raw = binary.cubin_at(address) if binaries else ctypes.string_at(address)
     handle = RUNTIME.handle()
-    RUNTIME.libraries[handle] = module  # parsed anew: each load has variables of its own
+    if raw[:4] in _BINARY:
+        ptx = binary.ptx_of(raw)
+        if ptx is None:
+            raw = binary.cubin_at(np.frombuffer(raw, np.uint8).ctypes.data)
+            ptx = binary.known_ptx_of(raw)
+        RUNTIME.cubins[handle] = raw
+    else:
+        ptx = raw.decode(errors="replace")
+    RUNTIME.libraries[handle] = parse(ptx)  # parsed anew: each load has variables of its own
     return handle
 
 
-def _load_file(path: Any) -> int:
+def load_file(path: Any) -> int:
+    """Load a file; see `load_image`."""
     name = path.decode() if isinstance(path, bytes) else str(path)
     if not Path(name).is_file():
         raise ArgumentError("path", name, "a file of PTX, or of a cubin that was compiled here")
-    return _load(Path(name).read_bytes())
+    return load_image(Path(name).read_bytes())
 
 
 def _unload(library: Any) -> tuple[()]:
@@ -120,7 +126,12 @@ def _unload(library: Any) -> tuple[()]:
     return ()
 
 
-def _module(library: Any) -> Module:
+def module(library: Any) -> Module:
+    """Find a loaded module.
+
+    Raises:
+        LaunchError: it is not loaded, or not any more.
+    """
     found = RUNTIME.libraries.get(int(library))
     if found is None:
         raise LaunchError(f"module {int(library):#x} is not loaded")
@@ -131,45 +142,78 @@ def _text(name: Any) -> str:
     return name.decode(errors="replace").rstrip("\0") if isinstance(name, bytes) else str(name)
 
 
-def _kernel(library: Any, name: Any) -> int:
+def kernel_handle(library: Any, name: Any) -> int:
     """Make the handle of a kernel of a module."""
-    module, text = _module(library), _text(name)
-    if text not in module.kernels:
-        raise LaunchError(f"no kernel {text} in the loaded module; it has {', '.join(module.kernels)}")
+    here, text = module(library), _text(name)
+    if text not in here.kernels:
+        raise LaunchError(f"no kernel {text} in the loaded module; it has {', '.join(here.kernels)}")
     handle = RUNTIME.handle()
-    RUNTIME.kernels[handle] = LoadedKernel(module, text)
+    RUNTIME.kernels[handle] = LoadedKernel(here, text, _compiled(int(library), text))
     RUNTIME.members.setdefault(int(library), []).append(handle)
     return handle
 
 
-def _loaded(kernel: Any) -> LoadedKernel:
+def _compiled(library: int, name: str) -> dict[int, int]:
+    """The attributes of a kernel that its assembler knows; of PTX nothing is known."""
+    if library not in RUNTIME.cubins:
+        return {}
+    used = cubin.resources(RUNTIME.cubins[library], name)
+    return {NUM_REGS: used.registers, LOCAL_BYTES: used.local_bytes}
+
+
+def loaded(kernel: Any) -> LoadedKernel:
+    """Find a kernel by its handle.
+
+    Raises:
+        LaunchError: its module is not loaded, or not any more.
+    """
     found = RUNTIME.kernels.get(int(kernel))
     if found is None:
         raise LaunchError(f"kernel {int(kernel):#x} is not loaded")
     return found
 
 
-def _variable(driver: Any, library: Any, name: Any) -> tuple[Any, int]:
-    """Address and size of a variable of a module."""
-    module, text = _module(library), _text(name)
-    sizes = {variable.name: variable.size for variable in module.variables}
-    addresses = RUNTIME.device().variables(module)
+def has_variable(library: Any, name: Any) -> bool:
+    """Tell whether a module has a variable of that name."""
+    return any(variable.name == _text(name) for variable in module(library).variables)
+
+
+def variable_at(library: Any, name: Any) -> tuple[int, int]:
+    """Find address and size of a variable of a module.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    here, text = module(library), _text(name)
+    sizes = {variable.name: variable.size for variable in here.variables}
+    addresses = RUNTIME.device().variables(here)
     if text not in sizes or text not in addresses:
         raise LaunchError(f"no variable {text} in the loaded module; it has {', '.join(sizes)}")
-    return driver.CUdeviceptr(addresses[text]), sizes[text]
+    return addresses[text], sizes[text]
+
+
+def _variable(driver: Any, library: Any, name: Any) -> tuple[Any, int]:
+    address, size = variable_at(library, name)
+    return driver.CUdeviceptr(address), size
+
+
+def attributes(kernel: Any) -> dict[int, int]:
+    """Collect the values of CU_FUNC_ATTRIBUTE_*; the registers of a kernel loaded as PTX are 0."""
+    found = loaded(kernel)
+    number = int(found.module.target.strip("sm_af"))
+    known = {0: 1024, 1: found.static_smem(), 2: 0, LOCAL_BYTES: 0, NUM_REGS: 0, 5: number, 6: number, 7: 0}
+    return {**known, MAX_DYNAMIC_SMEM: 0, 9: -1, **found.attributes}
 
 
 def _attribute(kernel: Any, number: Any) -> int:
-    """Answer CU_FUNC_ATTRIBUTE_*, but for what only a compiler knows (registers)."""
-    loaded = _loaded(kernel)
-    known = {0: 1024, 1: loaded.static_smem(), 2: 0, **loaded.attributes}
+    known = attributes(kernel)
     if int(number) not in known:
         raise LaunchError(f"kernel attribute {int(number)} is not known to the emulator")
     return known[int(number)]
 
 
 def _set_attribute(kernel: Any, number: Any, value: Any) -> tuple[()]:
-    _loaded(kernel).attributes[int(number)] = int(value)
+    loaded(kernel).attributes[int(number)] = int(value)
     return ()
 
 
@@ -191,9 +235,9 @@ def _launch_ex(settings: Any, kernel: Any, params: Any, extra: Any) -> tuple[()]
 def _run(settings: config.Config, kernel: Any, params: Any, extra: Any) -> tuple[()]:
     if extra is not None and int(extra):
         raise LaunchError("kernel parameters in `extra` are not supported: pass kernelParams")
-    loaded = _loaded(kernel)
-    pointers, keep = _pointers(loaded.module.kernels[loaded.name], params)
-    loaded.attributes.setdefault(MAX_DYNAMIC_SMEM, 0)
+    found = loaded(kernel)
+    pointers, keep = _pointers(found.module.kernels[found.name], params)
+    found.attributes.setdefault(MAX_DYNAMIC_SMEM, 0)
     run_kernel(settings, int(kernel), pointers)
     del keep
     return ()

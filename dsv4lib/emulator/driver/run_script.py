@@ -96,9 +96,11 @@ def _print(error: BaseException) -> None:
             del part.stack[0]
         while part.stack and (part.stack[0].filename.startswith("<frozen runpy>")):
             del part.stack[0]
+    for part, cause in zip(_parts(report), _chain(error), strict=False):
+        if isinstance(cause, EmulatorError):
+            own = [frame for frame in part.stack if not frame.filename.startswith(_NOT_THEIRS)]
+            part.stack = traceback.StackSummary.from_list(own)
     if isinstance(error, EmulatorError):
-        own = [frame for frame in report.stack if not frame.filename.startswith(_NOT_THEIRS)]
-        report.stack = traceback.StackSummary.from_list(own)
         report.__cause__ = report.__context__ = None
     print("".join(report.format()), end="", file=sys.stderr)
 

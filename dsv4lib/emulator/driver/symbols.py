@@ -56,9 +56,12 @@ class Runtime:
     def __init__(self) -> None:
         self.devices: list[DeviceView] = []  # the active one last
         self.libraries: dict[int, Module] = {}
+        self.cubins: dict[int, bytes] = {}  # of libraries that were loaded as one
         self.kernels: dict[int, LoadedKernel] = {}
         self.members: dict[int, list[int]] = {}  # kernels of a library
         self.pending: BaseException | None = None
+        self.hidden: set[int] = set()  # device attributes that answer 0 in this process
+        self.refused: BaseException | None = None  # what a function of the driver library has raised (libcuda)
         self.captured: list[LaunchRequest] | None = None  # launches of the CUDA graph that is being captured
         self.side_of: Callable[[Any], int | None] = lambda tensor: None  # device number of a torch tensor, if known
         self.place: Callable[[Any, int], None] = lambda tensor, index: None  # note the device of a torch tensor
@@ -75,6 +78,7 @@ class Runtime:
         """Forget libraries and their kernels, whose code no engine can call any more."""
         for library in libraries:
             self.libraries.pop(library, None)
+            self.cubins.pop(library, None)
             for handle in self.members.pop(library, ()):
                 self.kernels.pop(handle, None)
 
@@ -178,6 +182,12 @@ def symbol(name: str, *types: Any, safe: bool = False) -> Callable[[Callable[...
         return function
 
     return add
+
+
+def tensor_map_encoders() -> dict[str, tuple[Callable[..., None], list[Any]]]:
+    """List the encoders of tensor maps, which the driver has by the same parameters: function and types by name."""
+    found = {name[1:]: served for name, served in _SYMBOLS.items() if name.startswith("_cuTensorMapEncode")}
+    return {name: (served[0].__wrapped__, served[1]) for name, served in found.items()}  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from dsv4lib.emulator.driver import cuda_api
+from dsv4lib.emulator.driver import cuda_api, triton_driver
 from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.driver.scaled_mm import scaled_mm
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -324,13 +324,20 @@ def patched(default: str) -> Iterator[None]:
         )
         patch.around(torch, "_scaled_mm", scaled_mm)
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
+        patch.around(torch.autograd, "_engine_run_backward", functools.partial(_backward, mode))
         try:
-            with mode:
+            with triton_driver.patched(), mode:
                 yield
         finally:
             rules = sys.modules.get("torch._dynamo.trace_rules")
             if rules is not None:  # loaded inside, dynamo took our functions for torch's own
                 rules.get_torch_obj_rule_map.cache_clear()
+
+
+def _backward(mode: CudaMode, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run backward passes under the mode, which torch leaves while it calls ``Tensor.backward``."""
+    with mode:
+        return original(*args, **kwargs)
 
 
 def _custom_op(original: Callable[..., Any], mode: CudaMode) -> Callable[..., Any]:

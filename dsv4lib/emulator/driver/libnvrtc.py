@@ -1,0 +1,79 @@
+"""Stand between compiled packages and NVRTC: note the PTX of every cubin, and ask for the lines of the source.
+
+NVRTC itself needs no GPU; every function leads to the real library but for two. Packages that call it from compiled
+code (cuda.core) cannot be patched in Python, so a library of its name is loaded before them (`shared_object`). One for
+nvJitLink has no functions at all: cuda.core then links by the driver, which hands PTX through.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from dsv4lib.emulator.driver import binary, shared_object
+from dsv4lib.errors import BackendUnavailable
+
+JITLINK = "libnvJitLink.so.{}"
+LINES, DEBUG = b"-lineinfo", (b"-G", b"--device-debug", b"-lineinfo", b"--generate-line-info")
+_KEPT: list[Any] = []  # libraries and callbacks: compiled code has their addresses
+P, I = ctypes.c_void_p, ctypes.c_int
+
+
+def load(folder: str) -> None:
+    """Load the stand-ins, once in a process; without NVRTC there is nothing to stand before.
+
+    Raises:
+        BackendUnavailable: NVRTC is loaded already.
+    """
+    if _KEPT:
+        return
+    from dsv4lib.emulator.sanitize import nvrtc
+
+    try:
+        path = nvrtc.path()
+    except BackendUnavailable:
+        return  # the package says so when it needs it
+    names = tuple(_names())
+    version = path.rpartition(".so.")[2].partition(".")[0]
+    stand_in = shared_object.load(f"libnvrtc.so.{version}", names, folder)
+    real = ctypes.CDLL(path)
+    own = _functions(real)
+    own_addresses = {name: ctypes.cast(function, P).value for name, function in own.items()}
+    missing = ctypes.CFUNCTYPE(I)(lambda: 11)  # NVRTC_ERROR_INTERNAL_ERROR: this version has no such function
+    addresses = {
+        name: own_addresses.get(name) or ctypes.cast(getattr(real, name, missing), P).value or 0 for name in names
+    }
+    shared_object.fill(stand_in, names, addresses)
+    jitlink = shared_object.load(JITLINK.format(version), (), folder)
+    _KEPT.extend((stand_in, real, own, missing, jitlink))
+
+
+def _names() -> list[str]:
+    """The functions that cuda.bindings knows."""
+    from cuda.bindings import nvrtc
+
+    return [name for name in dir(nvrtc) if name.startswith("nvrtc") and not isinstance(getattr(nvrtc, name), type)]
+
+
+def _functions(real: ctypes.CDLL) -> dict[str, Any]:
+    """The functions that do more than the real ones."""
+
+    @ctypes.CFUNCTYPE(I, P, I, P)
+    def compile_program(program: int, count: int, options: int) -> int:
+        given = [ctypes.cast(options, ctypes.POINTER(ctypes.c_char_p))[i] for i in range(count)]
+        if not any(option in DEBUG for option in given):
+            given.append(LINES)
+        return real.nvrtcCompileProgram(P(program), len(given), (ctypes.c_char_p * len(given))(*given))
+
+    @ctypes.CFUNCTYPE(I, P, P)
+    def get_cubin(program: int, out: int) -> int:
+        status = real.nvrtcGetCUBIN(P(program), P(out))
+        size, ptx_size = ctypes.c_size_t(), ctypes.c_size_t()
+        known = not real.nvrtcGetCUBINSize(P(program), ctypes.byref(size))
+        if status == 0 and known and not real.nvrtcGetPTXSize(P(program), ctypes.byref(ptx_size)):
+            text = ctypes.create_string_buffer(max(ptx_size.value, 1))
+            if not real.nvrtcGetPTX(P(program), text):
+                binary.remember(ctypes.string_at(out, size.value), text.value.decode())
+        return status
+
+    return {"nvrtcCompileProgram": compile_program, "nvrtcGetCUBIN": get_cubin}

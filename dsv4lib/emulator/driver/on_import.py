@@ -1,0 +1,82 @@
+"""Act on modules of optional packages when a script imports them, without importing them ourselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Action = Callable[[ModuleType], None]
+
+
+class _Loader:
+    """A module's own loader; after it has run, the module is handed to an action."""
+
+    def __init__(self, original: Any, action: Action):
+        self._original, self._action = original, action
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Make the module as its own loader does."""
+        return self._original.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then the action."""
+        self._original.exec_module(module)
+        self._action(module)
+
+
+class _Finder:
+    """Finds modules where the other finders do; ``before`` they are run and ``after`` it, actions are called."""
+
+    def __init__(self, before: Mapping[str, Callable[[], None]], after: Mapping[str, Action]):
+        self._before, self._after = before, after
+        self._looking: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find a module, or leave it to the finders after this one."""
+        if name in self._looking or not (name in self._before or name in self._after):
+            return None
+        self._looking.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking.discard(name)
+        if spec is not None and name in self._before:
+            self._before[name]()
+        if spec is not None and spec.loader is not None and name in self._after:
+            spec.loader = _Loader(spec.loader, self._after[name])
+        return spec
+
+
+@contextmanager
+def when_imported(actions: Mapping[str, Action]) -> Iterator[None]:
+    """Call ``actions[name](module)`` once for each module, now or when it is imported inside the context."""
+    for name, action in actions.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            action(module)
+    with _finding(_Finder({}, {name: action for name, action in actions.items() if name not in sys.modules})):
+        yield
+
+
+@contextmanager
+def before_import(actions: Mapping[str, Callable[[], None]]) -> Iterator[None]:
+    """Call ``actions[name]()`` before a module is imported inside the context, if there is such a module."""
+    with _finding(_Finder(actions, {})):
+        yield
+
+
+@contextmanager
+def _finding(finder: _Finder) -> Iterator[None]:
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]

@@ -1,0 +1,164 @@
+"""Settings and small repairs for packages whose scripts run through the driver library: numba-cuda and Warp.
+
+numba-cuda needs none but the lines of the source. Warp's native library contains the CUDA runtime, which asks the
+driver for functions that no document describes. Warp calls that runtime for memory only, by functions of its own, which
+are served here. Its kernels are loaded and launched through the driver. What runs a kernel of Warp's own binary
+(sorting, scanning, meshes, hash grids on the device) is refused: there is no PTX of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from dsv4lib.emulator.driver import cuda_api
+from dsv4lib.emulator.driver.on_import import when_imported
+from dsv4lib.emulator.driver.patching import Patches, patches
+from dsv4lib.emulator.driver.symbols import RUNTIME
+from dsv4lib.emulator.errors import LaunchError
+
+MEMORY_POOLS = 115  # device attribute: without them Warp allocates by one function
+_NUMBA, _WARP, _WARP_CONFIG = "numba.cuda.decorators", "warp._src.context", "warp.config"
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Prepare the packages, whenever they are imported inside the context."""
+    with patches() as patch:
+        actions = {
+            _NUMBA: lambda module: _numba(patch, module),
+            "numba_cuda." + _NUMBA: lambda module: _numba(patch, module),
+            _WARP: lambda module: _warp(patch, module),
+            _WARP_CONFIG: lambda module: _warp_config(patch, module),
+        }
+        with when_imported(actions):
+            yield
+
+
+def _numba(patch: Patches, module: ModuleType) -> None:
+    """Let ``cuda.jit`` keep lines by default; and no word about nvJitLink, whose work the driver does here."""
+    original = module.jit
+
+    @functools.wraps(original)
+    def jit(*args: Any, **options: Any) -> Any:
+        if not options.get("debug"):
+            options.setdefault("lineinfo", True)
+        return original(*args, **options)
+
+    patch.set(module, "jit", jit)
+    warnings.filterwarnings("ignore", message=r".*nvJitLink.*", category=RuntimeWarning)
+
+
+def _warp_config(patch: Patches, module: ModuleType) -> None:
+    """Let Warp compile to PTX, with lines."""
+    patch.set(module, "cuda_output", "ptx")
+    patch.set(module, "lineinfo", True)
+
+
+def _warp(patch: Patches, module: ModuleType) -> None:
+    """Serve what Warp's native library does by the CUDA runtime."""
+    RUNTIME.hidden.add(MEMORY_POOLS)
+    patch.around(module.Runtime, "load_dll", lambda original, runtime, path: WarpLibrary(original(runtime, path)))
+
+
+class WarpLibrary:
+    """Warp's native library; functions of `_SERVED` are ours, others on the device are refused."""
+
+    def __init__(self, real: ctypes.CDLL):
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        """Find a function, once: Warp then sets its types."""
+        if name in _SERVED:
+            found: Any = functools.partial(_SERVED[name], self._real)
+        elif name.endswith("_device") and name.startswith("wp_"):
+            found = functools.partial(_refused, name)
+        else:
+            return getattr(self._real, name)
+        setattr(self, name, found)
+        return found
+
+
+def _refused(name: str, *_args: Any) -> None:
+    raise LaunchError(f"{name} runs a kernel of Warp's own binary, of which no PTX is known: run this part on the CPU")
+
+
+def _allocate(_real: Any, _context: Any, nbytes: int, *_tag: Any) -> int:
+    return cuda_api.allocate(nbytes, "array of Warp")
+
+
+def _allocate_pinned(real: Any, nbytes: int, *_tag: Any) -> int:
+    return _allocate(real, None, nbytes)
+
+
+def _free(_real: Any, _context: Any, address: int, *_rest: Any) -> None:
+    cuda_api.free(_number(address))
+
+
+def _free_pinned(real: Any, address: int) -> None:
+    _free(real, None, address)
+
+
+def _copy(_real: Any, _context: Any, target: int, source: int, nbytes: int, *_stream: Any) -> bool:
+    if nbytes:
+        cuda_api.copy(_number(target), _number(source), nbytes)
+    return True
+
+
+def _copy_between(real: Any, _to: Any, target: int, _of: Any, source: int, nbytes: int, *_stream: Any) -> bool:
+    return _copy(real, None, target, source, nbytes)
+
+
+def _fill(_real: Any, _context: Any, target: int, value: int, nbytes: int, *_stream: Any) -> None:
+    if nbytes:
+        RUNTIME.synchronize()
+        RUNTIME.device().gmem.view(_number(target), nbytes, write=True)[:] = value & 0xFF
+
+
+def _repeat(_real: Any, _context: Any, target: int, source: Any, nbytes: int, count: int, *_stream: Any) -> None:
+    """Write a value ``count`` times."""
+    if nbytes * count:
+        RUNTIME.synchronize()
+        view = RUNTIME.device().gmem.view(_number(target), nbytes * count, write=True)
+        view.reshape(count, nbytes)[:] = list(ctypes.string_at(_number(source), nbytes))
+
+
+def _fill_array(real: Any, _context: Any, *rest: Any) -> None:
+    """Fill a strided array as Warp does on the host: the memory is the same."""
+    RUNTIME.synchronize()
+    real.wp_array_fill_host(*rest)
+
+
+def _copy_array(real: Any, _context: Any, *rest: Any) -> Any:
+    RUNTIME.synchronize()
+    return real.wp_array_copy_host(*rest)
+
+
+def _number(pointer: Any) -> int:
+    """The address of a pointer argument: a number, or an object of ctypes."""
+    if isinstance(pointer, int):
+        return pointer
+    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
+_SERVED: dict[str, Callable[..., Any]] = {
+    "wp_alloc_device": _allocate,
+    "wp_alloc_device_default": _allocate,
+    "wp_alloc_pinned": _allocate_pinned,
+    "wp_free_device": _free,
+    "wp_free_device_default": _free,
+    "wp_free_pinned": _free_pinned,
+    "wp_memcpy_h2d": _copy,
+    "wp_memcpy_d2h": _copy,
+    "wp_memcpy_d2d": _copy,
+    "wp_memcpy_p2p": _copy_between,
+    "wp_memset_device": _fill,
+    "wp_memtile_device": _repeat,
+    "wp_array_fill_device": _fill_array,
+    "wp_array_copy_device": _copy_array,
+}
