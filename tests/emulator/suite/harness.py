@@ -23,7 +23,7 @@ from dsv4lib.emulator.units import tensormap
 from tests.emulator.launching import aligned, entry, launch, pack
 
 WORDS = 4096  # of the array `data`
-SMEM = ".shared .align 1024 .b8 sm[16384]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;"
+SMEM = ".shared .align 1024 .b8 sm[16384]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2; .shared .align 4 .b32 slot;"
 # %r0 thread, %r1 its word of shared memory, %r2 sm, %r3 warp, %r4 the word of the thread in the other warp, %r5 lane,
 # %r6 the word of the next lane, %r7 rank in the cluster, %r8 and %r9 two mbarriers, %r10 CTA. %rd1 data, %rd2 the
 # thread's word of it, %rd3 that of the thread in the other warp, %rd4 a word for flags, %rd5 the thread's word of the
@@ -38,7 +38,7 @@ mad.lo.u32 %r11, %r10, 256, %r0; mul.wide.u32 %rd5, %r11, 4; add.s64 %rd5, %rd5,
 setp.eq.u32 %p1, %r3, 0; setp.eq.u32 %p2, %r0, 0; setp.eq.u32 %p3, %r5, 0; setp.eq.u32 %p4, %r10, 0;
 """
 _DIFFERENCE = re.compile(r"<<(.*?)\|\|(.*?)>>", re.S)
-LIMIT = 100_000  # instructions
+LIMIT = 5_000_000  # instructions: more than the watch for loops that never end needs
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Case:
         """Make the PTX of the faulty or the repaired kernel."""
         body = _DIFFERENCE.sub(lambda m: m.group(2 if repaired else 1), self.second if second else self.body)
         parameters = "u64 data, b8 map" if self.tensor else "u64 data"
-        made = entry(parameters, START + body, shared=SMEM).replace("sm_100a", self.arch)
+        made = entry(parameters, START + body, shared=SMEM).replace("sm_100a", self.arch).replace("%r<64>", "%r<200>")
         return made.replace(".param .b8 map", ".param .align 64 .b8 map[128]")
 
     def marked(self, second: bool = False) -> set[int]:
