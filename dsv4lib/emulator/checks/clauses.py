@@ -41,6 +41,7 @@ _DEPENDENT = "checks/test_dependent.py::TWINS[{}]"
 _TRAPS = "checks/test_gemm_traps.py::REPORTED[{}]"
 
 
+_SUITE = "suite/{}.py::CASES[{}]"
 _PROXIES = "units/test_proxies.py::{}"
 
 
@@ -267,9 +268,12 @@ CLAUSES = (
         _pairs("async_write_after_exit", "async_read_after_exit"),
     ),
     Clause(
-        "instructions of a whole warp without all its lanes",
-        ("diverged_sync",),
-        ("test_control.py::test_an_instruction_without_lanes_that_it_needs_is_reported",),
+        "instructions of a whole warp without all its lanes, or by lanes that their mask does not name",
+        ("diverged_sync", "lane_outside_mask"),
+        (
+            "test_control.py::test_an_instruction_without_lanes_that_it_needs_is_reported",
+            _SUITE.format("barriers", "a shuffle by lanes outside its mask"),
+        ),
     ),
     Clause("cancel requests", ("clc_failed_response",), ("units/test_async_copies.py::test_cluster_launch_control",)),
     Clause(

@@ -107,6 +107,7 @@ DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4
 CONTINUE, JUMPED, STOP_SERVICE, STOP_EXITED, STOP_FAULT, BRANCH, EXIT = 0, 1, 2, 3, 4, 5, 6
 
 FAULT_DIVERGED = 9  # a .sync or .aligned instruction was executed without lanes that have to take part
+FAULT_OUTSIDE = 10  # lanes execute a .sync instruction whose member mask does not name them
 FAULT_NONE, FAULT_GLOBAL, FAULT_SHARED, FAULT_LOCAL, FAULT_PARAM, FAULT_ALIGN, FAULT_UNINIT, FAULT_RACE = range(8)
 FAULT_PAST_END = 8
 
