@@ -22,9 +22,8 @@ import numpy as np
 from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import Flags, segments, trace_far
+from dsv4lib.emulator.checks.flags import Flags, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
-from dsv4lib.emulator.checks.launches import reaches_devices
 from dsv4lib.emulator.checks.order import MARK, Order, OrderState
 from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.phases import Phases
@@ -319,7 +318,7 @@ class Detector(Order):
 
     def memory_fenced(self, warp: Warp, opcode: str) -> None:
         """Record a fence of the warp between generic accesses."""
-        self._state(warp).flags.fenced(warp, reaches_devices(opcode) and self.machine.device is not None)
+        self._state(warp).flags.fenced(warp, reach_of(opcode))
 
     def fenced_global(self, warp: Warp, alias: bool = False) -> None:
         """Record a proxy fence of the warp that covers global memory, for the async proxy or for other addresses."""
