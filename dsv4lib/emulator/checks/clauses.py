@@ -244,6 +244,7 @@ CLAUSES = (
         (
             *_pairs("mbarrier_overwritten", "mbarrier_reinit", "mbarrier_inval_in_use"),
             _RACES.format("initialised too late"),
+            _SUITE.format("barriers", "no fence.mbarrier_init before a peer arrives"),
         ),
     ),
     Clause(
@@ -266,6 +267,14 @@ CLAUSES = (
         "copies in flight when a CTA ends",
         ("async_write_after_exit", "async_read_after_exit"),
         _pairs("async_write_after_exit", "async_read_after_exit"),
+    ),
+    Clause(
+        "shared memory of another CTA that may have exited",
+        ("peer_memory_after_exit",),
+        tuple(
+            _SUITE.format("shared", f"{what} a peer that has exited")
+            for what in ("a load from", "a store to", "an atomic on", "an arrival at")
+        ),
     ),
     Clause(
         "instructions of a whole warp without all its lanes, or by lanes that their mask does not name",

@@ -26,6 +26,7 @@ from dsv4lib.emulator.checks.flags import Flags, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.order import MARK, Order, OrderState
 from dsv4lib.emulator.checks.pedantic import TensorFences
+from dsv4lib.emulator.checks.peers import Peers
 from dsv4lib.emulator.checks.phases import Phases
 from dsv4lib.emulator.checks.report import place_at
 from dsv4lib.emulator.checks.shadow import (
@@ -108,6 +109,7 @@ class Detector(Order):
         self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
         self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
         self._code = CodeChecks(machine, self.pedantic)
+        self._peers = Peers(machine)
         self._fences = TensorFences(machine) if self.pedantic else None
         if self.pedantic:
             self._code.begin()
@@ -175,24 +177,29 @@ class Detector(Order):
         np.maximum(gathering[CARRIED], left, out=gathering[CARRIED])
 
     def initialised(self, barrier: Any) -> None:
-        """Record that the running warp has initialised an mbarrier. Every other use must be ordered after it."""
-        clocks = self._state(self.warp).clocks
-        me = self.warp.agent - clocks.first_agent
-        barrier.origin = me, int(clocks.epoch[me]), self.warp, {me}
+        """Record that the running warp has initialised an mbarrier."""
+        self._peers.initialised(self.warp, self._state(self.warp).clocks, barrier)
+
+    def init_fenced(self, warp: Warp) -> None:
+        """Record fence.mbarrier_init."""
+        self._peers.fenced(warp, self._state(warp).clocks)
 
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
         """Record that the running warp uses an mbarrier."""
-        if barrier.origin is None or self.op is not None or self.warp is None:
-            return
-        entry, epoch, warp, known = barrier.origin
-        clocks = self._state(self.warp).clocks
-        me = self.warp.agent - clocks.first_agent
-        if me in known:
-            return
-        known.add(me)
-        if clocks.of(self.warp)[CARRIED, entry] < epoch:
-            text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
-            self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
+        if self.op is None and self.warp is not None:
+            self._peers.used(self.warp, self._state(self.warp).clocks, barrier, where)
+
+    def exited(self, cta: Cta, last: Warp) -> None:
+        """Record that a CTA has exited with its last warp."""
+        self._peers.exited(cta, last)
+
+    def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
+        """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
+        state = self._state(warp)
+        known = state.clocks.of(warp)
+        if relaxed:
+            known = self._peers.relaxed(warp, state.clocks, state.flags.before_relaxed(warp))
+        self._arrive_in_cluster(warp, barrier, phase, known)
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
         """Record griddepcontrol.wait, or else .launch_dependents."""

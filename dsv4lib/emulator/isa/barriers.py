@@ -290,10 +290,10 @@ def cluster_arrive(warp: Warp, instr: Instr, form: Form) -> None:
     barrier = _cluster_barrier(warp)
     key = (warp.cta.rank, warp.warp_id)
     barrier.lanes[key] = barrier.lanes.get(key, 0) | warp.mask()
-    _count_in_cluster(warp, barrier, instr)
+    _count_in_cluster(warp, barrier, instr, form.get("sem") == "relaxed")
 
 
-def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None) -> None:
+def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None, relaxed: bool = False) -> None:
     """Count the warp's arrival if all its live lanes have arrived; without aligned they may do so one by one."""
     key = (warp.cta.rank, warp.warp_id)
     if warp.words[LIVE] & ~barrier.lanes[key]:
@@ -304,7 +304,7 @@ def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None) 
         message = "barrier.cluster.arrive again without a barrier.cluster.wait in between"
         warp.cta.machine.report("cluster_double_arrive", message, warp.place(instr))
     if warp.cta.machine.race is not None:
-        warp.cta.machine.race.cluster_arrived(warp, barrier, count)
+        warp.cta.machine.race.cluster_arrived(warp, barrier, count, relaxed)
     _trace(warp, "cluster", 0, count, barrier.phase(warp))
     warp.cta.machine.changed()
 
@@ -372,7 +372,11 @@ def lanes_exited(warp: Warp) -> None:
 def fence(warp: Warp, instr: Instr, form: Form) -> None:
     """Order generic accesses. Proxy fences are elsewhere."""
     race = warp.cta.machine.race
-    if race is not None and not instr.opcode.startswith("fence.mbarrier_init"):
+    if race is None:
+        return
+    if instr.opcode.startswith("fence.mbarrier_init"):
+        race.init_fenced(warp)
+    else:
         race.memory_fenced(warp, instr.opcode)
 
 
