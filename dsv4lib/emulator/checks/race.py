@@ -48,7 +48,7 @@ from dsv4lib.emulator.machine.warp import PC
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, SAME, STRONG, WRITE
-from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, Box, Group, Launch, judge, sweep
+from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, SYNC, Box, Group, Launch, judge, sweep
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp
@@ -485,7 +485,7 @@ class Detector(Order):
                 continue
             if code & GLOBAL:
                 self._far(warp, actor, addresses, pcs, lanes, code)
-            elif not code & STRONG:
+            else:
                 self._batch(warp, actor, addresses.astype(np.uint32), pcs, lanes, code)
 
     def _far(
@@ -512,7 +512,7 @@ class Detector(Order):
                 words, at, active_lanes = offsets[chosen] >> 2, pcs[chosen], lanes[chosen]
                 if not len(words):
                     continue
-                mask = ALL_BYTES if low is None else ((1 << nbytes) - 1) << start
+                mask = (ALL_BYTES if low is None else ((1 << nbytes) - 1) << start) | (SYNC if code & STRONG else 0)
                 if nbytes > 4:
                     words = (words[:, None] + np.arange(nbytes // 4)).reshape(-1)
                     at, active_lanes = np.repeat(at, nbytes // 4), np.repeat(active_lanes, nbytes // 4)

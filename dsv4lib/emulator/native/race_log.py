@@ -240,7 +240,7 @@ class _Judge(_Code):
         with self.when(far):
             self._global(address, many)
         inside = self.b.or_(self.b.not_(generic), self.test("==", window, abi.SHARED_WINDOW >> 56))
-        with self.when(self.b.and_(self.b.and_(self.b.not_(far), inside), self.b.not_(self.strong))):
+        with self.when(self.b.and_(self.b.not_(far), inside)):
             self._shared(self.b.and_(address, _I64(0xFFFFFFFF)), many)
 
     # --- shared memory ----------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class _Judge(_Code):
                 with self.each(many) as i:
                     self._look_shared(block, self.load(writer, self.b.add(word, i), _I32), self.b.add(word, i))
             with note:
-                number = self._number(self.near, self.me, 0)
+                number = self._number(self.near, self.me, 0, self._sync())
                 into = self.b.select(self.writes, writer, cells)
                 with self.each(many) as i:
                     self.store(number, into, self.b.add(word, i), _I32)
@@ -284,7 +284,11 @@ class _Judge(_Code):
                     self.give_up(self._late_shared(since))
 
     def _late_shared(self, number: Any) -> Any:
-        return uncovered(self, self.near, number, self.strict, self.get(self.bits))
+        return uncovered(self, self.near, number, self.strict, self.b.or_(self.get(self.bits), self._sync()))
+
+    def _sync(self) -> Any:
+        """Bit of a strong access."""
+        return self.b.select(self.strong, _I64(SYNC), _I64(0))
 
     # --- global memory ----------------------------------------------------------------------------------------------
 
@@ -307,8 +311,7 @@ class _Judge(_Code):
                     with self.when(self.test(">", since, old)):
                         self._look_global(since)
         with self.when(self.b.not_(self.looking())):
-            sync = self.b.select(self.strong, _I64(SYNC), _I64(0))
-            number = self._number(self.far, self.b.add(self.base, self.me), 32, sync)
+            number = self._number(self.far, self.b.add(self.base, self.me), 32, self._sync())
             with self.each(many) as i:
                 at = self.b.add(word, i)
                 with self.b.if_else(self.writes) as (write, read):
@@ -354,9 +357,9 @@ class _Judge(_Code):
 
     # --- tables -----------------------------------------------------------------------------------------------------
 
-    def _number(self, table: Any, agent: Any, memory: int, sync: Any = None) -> Any:
+    def _number(self, table: Any, agent: Any, memory: int, sync: Any) -> Any:
         """Number of the access: one for all of an instruction in this phase that take the same bytes of a word."""
-        bits = self.get(self.bits) if sync is None else self.b.or_(self.get(self.bits), sync)
+        bits = self.b.or_(self.get(self.bits), sync)
         key = self.b.add(self.b.mul(self.pc, _I64(KEYS)), self.b.or_(bits, _I64(memory)))
         stamps, now = self.load(self.launch, Launch.STAMPS), self.load(self.launch, Launch.PASS)
         number = self.variable(self.load(stamps, key))
@@ -393,11 +396,12 @@ def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
 
 
 def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
-    """Decide whether a clock row does not cover an access to some bytes, i1."""
+    """Decide whether a clock row does not cover an access to some bytes, i1. Two strong accesses do not conflict."""
     agent = code.load(code.load(table, Table.ENTRY), number, _I32)
     epoch = code.load(code.load(table, Table.EPOCH), number, _I32)
     common = code.b.and_(code.load(code.load(table, Table.MASK), number, _I32), bits)
-    return code.b.and_(code.test(">", epoch, code.load(clock, agent, _I32)), code.test("!=", common, 0))
+    conflict = code.b.and_(code.bit(common, ALL_BYTES), code.b.not_(code.bit(common, SYNC)))
+    return code.b.and_(code.test(">", epoch, code.load(clock, agent, _I32)), conflict)
 
 
 @functools.cache
