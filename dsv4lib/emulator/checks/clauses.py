@@ -68,6 +68,14 @@ CLAUSES = (
         ("tmem_outside_allocation", "tmem_after_free"),
         _pairs("tmem_outside_allocation", "tmem_after_free"),
     ),
+    Clause(
+        "accumulators that overlap",
+        ("tmem_product_overlap",),
+        (
+            _SUITE.format("tensor", "two products that overlap by a few columns"),
+            _SUITE.format("tensor", "a second accumulation over the first"),
+        ),
+    ),
     Clause("a warp outside its lane quarter", ("tmem_lane_quarter",), _pairs("tmem_lane_quarter")),
     Clause("leaked tensor memory", ("tmem_leak",), (*_pairs("tmem_leak"), _TRAPS.format("no dealloc"))),
     Clause(

@@ -170,6 +170,9 @@ _TABLE = (
      "memory that multimem wrote through a multicast address is read through an ordinary one, ordered after it by a "
      "barrier or a narrow scope alone",
      "fence.proxy.alias between the write and the barrier, or a release and an acquire of .sys scope"),
+    ("tmem_product_overlap", ERROR, "race",
+     "columns that one tcgen05.mma wrote are used as another's: their accumulators overlap",
+     "give every accumulator that is still needed columns of its own; check N and the column offsets"),
     ("race_shared_same_value", LINT, "race",
      "two writes to shared memory that no synchronisation orders leave the same bytes",
      "let one warp write; compilers that copy a value to several warps let all of them store it"),

@@ -28,6 +28,7 @@ from dsv4lib.emulator.checks.order import MARK, Order, OrderState
 from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.peers import Peers
 from dsv4lib.emulator.checks.phases import Phases
+from dsv4lib.emulator.checks.products import Products
 from dsv4lib.emulator.checks.report import place_at
 from dsv4lib.emulator.checks.shadow import (
     ALL_BYTES,
@@ -109,7 +110,7 @@ class Detector(Order):
         self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
         self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
         self._code = CodeChecks(machine, self.pedantic)
-        self._peers = Peers(machine)
+        self._peers, self._products = Peers(machine), Products(machine)
         self._fences = TensorFences(machine) if self.pedantic else None
         if self.pedantic:
             self._code.begin()
@@ -358,6 +359,10 @@ class Detector(Order):
         ``repeats``: the operation makes the same access many times; again, without another in between, it changes
         nothing.
         """
+        if write and not repeats:
+            self._products.overwritten(cta, cells)
+        elif not write:
+            self._products.read(cta, cells, self.warp.place if self.op is None else self.op.where)
         state = cta.cluster.race
         shadow = state.tensor.get(cta.rank)
         if shadow is None:
@@ -370,6 +375,11 @@ class Detector(Order):
         else:
             shadow.last = None
         self._access(cta, shadow, cells, write, "tensor memory")
+
+    def product(self, cta: Cta, cells: Cells, column: int, width: int, accumulates: bool) -> None:
+        """Record that the completing tcgen05.mma writes columns of its accumulator."""
+        if self.op is not None:
+            self._products.writes(cta, cells, column, width, accumulates, self.op.where)
 
     def _access(self, cta: Cta, shadow: Shadow, cells: Cells, write: bool, memory: str) -> None:
         op, warp = self.op, self.warp
