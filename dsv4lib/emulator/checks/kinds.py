@@ -23,6 +23,9 @@ GROUPS = {
     "proxy": "exact for stores of threads into shared memory; a fence counts for every writer it is ordered after",
     "race": "by happens-before, independent of the schedule. No false report unless warps synchronise by something "
     "that no rule of race.py names; misses races within a warp, and in global memory what global_memory.py lists",
+    "code": "found in the code without running it: on some path, and reported only if the instruction is executed "
+    "(tcgen05.ld), or if the value can reach a store, a branch or an address (registers that nothing sets)",
+    "lanes": "exact for shared memory, by lane; any synchronisation of the warp counts for all of its lanes",
     "pedantic": "what the PTX ISA requires and shipped kernels leave out, because the assembler or the hardware copes",
 }
 
@@ -194,15 +197,18 @@ _TABLE = (
     ("missing_tcgen05_fence", LINT, "pedantic",
      "tensor memory that another thread's instruction used is used again after a barrier without tcgen05.fence",
      "tcgen05.fence::before_thread_sync before the barrier (a commit implies it), ::after_thread_sync after it"),
-    ("tcgen05_ld_used_early", LINT, "pedantic",
+    ("tcgen05_ld_used_early", LINT, "code",
      "a register that tcgen05.ld fills is used before tcgen05.wait::ld (found in the code); the assembler waits",
      "tcgen05.wait::ld before the first use"),
     ("missing_proxy_fence_overwrite", LINT, "pedantic",
      "an asynchronous copy overwrites shared memory that threads wrote, without fence.proxy.async in between",
      "fence.proxy.async after the last store, before the barrier that frees the buffer"),
-    ("uninitialised_register", LINT, "pedantic",
-     "a register is used that no instruction has set on any path (found in the code)",
-     "set it; the compiler leaves such registers where a value does not matter"),
+    ("uninitialised_register", LINT, "code",
+     "a store, a branch or an address depends on a register that no instruction has set on any path (found in the code)",
+     "set it; compilers leave registers unset only where the value does not matter"),
+    ("missing_warp_sync", LINT, "lanes",
+     "lanes of a warp exchange data through shared memory without synchronising",
+     "bar.warp.sync (__syncwarp) between the store and the other lane's access: lanes need not run in step"),
     ("race_through_completion", LINT, "race",
      "two accesses are ordered only through a tcgen05.commit or the completion of a copy, which by the PTX ISA publish "
      "nothing but their own effects; shipped kernels rely on more",

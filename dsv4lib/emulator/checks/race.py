@@ -109,11 +109,11 @@ class Detector(Order):
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
         self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
         self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
-        self._code = CodeChecks(machine, self.pedantic)
+        code = bool(machine.settings.native_checks & abi.CHECK_CODE)
+        self._code = CodeChecks(machine, self.pedantic, code)
         self._peers, self._products = Peers(machine), Products(machine)
         self._fences = TensorFences(machine) if self.pedantic else None
-        if self.pedantic:
-            self._code.begin()
+        self._code.begin()
 
     # --- clocks -----------------------------------------------------------------------------------------------------
 

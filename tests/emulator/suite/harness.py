@@ -93,7 +93,7 @@ class Outcome:
         return {h.kind for h in self.hazards} | ({type(self.error).__name__} if self.error else set())
 
 
-def run(case: Case, repaired: bool, schedule: str = "round_robin", seed: int = 0, checks: str = "race") -> Outcome:
+def run(case: Case, repaired: bool, schedule: str = "round_robin", seed: int = 0, checks: str = "sanitize") -> Outcome:
     """Run one kernel of a case with the checks that ``sanitize`` has by default."""
     runner = {"launch": _launch, "devices": _devices, "dependent": _dependent}[case.where]
     try:
