@@ -150,6 +150,15 @@ CLAUSES = (
         ),
     ),
     Clause(
+        "data race between lane and lane of a warp",
+        ("missing_warp_sync",),
+        (
+            _SUITE.format("barriers", "a lane reads what another wrote"),
+            _SUITE.format("barriers", "a lane overwrites what another reads"),
+            _SUITE.format("barriers", "a warp barrier of the wrong lanes"),
+        ),
+    ),
+    Clause(
         "data race between CTA and CTA",
         ("race_shared", "race_global"),
         (

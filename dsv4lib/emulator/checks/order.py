@@ -151,6 +151,9 @@ class Order:
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
         """Record that an mbarrier is used."""
 
+    def warp_synchronised(self, warp: Warp, members: int) -> None:
+        """Record that lanes of a warp have synchronised."""
+
     def exited(self, cta: Cta, last: Warp) -> None:
         """Record that a CTA has exited."""
 

@@ -24,6 +24,7 @@ from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
 from dsv4lib.emulator.checks.flags import Flags, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
+from dsv4lib.emulator.checks.lanes import LaneChecks
 from dsv4lib.emulator.checks.order import MARK, Order, OrderState
 from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.peers import Peers
@@ -111,6 +112,7 @@ class Detector(Order):
         self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
         code = bool(machine.settings.native_checks & abi.CHECK_CODE)
         self._code = CodeChecks(machine, self.pedantic, code)
+        self._lanes = LaneChecks(machine) if machine.settings.native_checks & abi.CHECK_LANES else None
         self._peers, self._products = Peers(machine), Products(machine)
         self._fences = TensorFences(machine) if self.pedantic else None
         self._code.begin()
@@ -121,6 +123,8 @@ class Detector(Order):
         """Begin a cluster."""
         cluster.race = _State(cluster)
         self.far.started(cluster, cluster.race.clocks)
+        if self._lanes is not None:
+            self._lanes.started(cluster, len(cluster.race.clocks.all_warps))
 
     def arrived(self, point: Any) -> None:
         """Arrive at a barrier for the completing operation, or else for the running warp."""
@@ -193,6 +197,11 @@ class Detector(Order):
     def exited(self, cta: Cta, last: Warp) -> None:
         """Record that a CTA has exited with its last warp."""
         self._peers.exited(cta, last)
+
+    def warp_synchronised(self, warp: Warp, members: int) -> None:
+        """Record that lanes of a warp have synchronised."""
+        if self._lanes is not None:
+            self._lanes.synchronised(warp, warp.agent - self._state(warp).clocks.first_agent, members)
 
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
         """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
@@ -432,6 +441,9 @@ class Detector(Order):
         n, self.pending[0] = self.pending[0], 0
         state = self._state(warp)
         self._dependence.logged(state.clocks, warp, self._log[:n])
+        if self._lanes is not None:
+            me = warp.agent - state.clocks.first_agent
+            self._lanes.logged(warp, me, state.clocks.epochs[me], self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return

@@ -201,11 +201,18 @@ def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
     if any(not int(m) >> int(lane) & 1 for m, lane in zip(members, lanes, strict=True)):
         raise HazardError("bar.warp.sync by a lane that is not in its own member mask", warp.place(instr))
     if not int(np.bitwise_or.reduce(members)) & warp.words[LIVE] & ~warp.mask():
+        for mask in set(members.tolist()):
+            _synchronised(warp, mask)
         return None
     if (members != members[0]).any():
         raise UnsupportedInstruction("bar.warp.sync of lanes with different member masks, some incomplete")
     key = warp.warp_id, int(members[0])
     return warp.cta.barriers.setdefault(key, WarpBarrier()).arrive(warp, int(members[0]))
+
+
+def _synchronised(warp: Warp, members: int) -> None:
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.warp_synchronised(warp, members)
 
 
 @dataclass
@@ -232,6 +239,7 @@ class WarpBarrier:
         """Complete if all live members have arrived."""
         if self.arrived and not members & warp.words[LIVE] & ~self.arrived:
             self.phase, self.arrived = self.phase + 1, 0
+            _synchronised(warp, members)
             warp.cta.machine.changed()
 
 

@@ -73,7 +73,7 @@ class Area(IntEnum):
     START, END, BASE, WRITER, FIRST, LATEST, VALUES, WRITTEN, READ_FROM = range(9)
 
 
-class _Code:
+class Code:
     """Shorthand over an IRBuilder."""
 
     def __init__(self, name: str, types: list[ir.Type]):
@@ -160,7 +160,7 @@ class _Code:
         return library.default().function(str(self.function).replace('@"NAME"', "@NAME"), optimised=True)
 
 
-class _Judge(_Code):
+class _Judge(Code):
     """Builds `judge`. Phase 0 looks, 1 notes what reads, 2 notes what writes."""
 
     def __init__(self) -> None:
@@ -374,14 +374,14 @@ class _Judge(_Code):
         return found
 
 
-def enter(code: _Code, table: Any, number: Any, *columns: Any) -> None:
+def enter(code: Code, table: Any, number: Any, *columns: Any) -> None:
     """Append an access to a table: agent, epoch, instruction, bytes, lanes. ``number`` is its count so far."""
     for name, value in zip((Table.ENTRY, Table.EPOCH, Table.PC, Table.MASK, Table.LANES), columns, strict=True):
         code.store(value, code.load(table, name), number, _I32)
     code.store(code.b.add(number, _I64(1)), table, Table.COUNT)
 
 
-def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
+def unread(code: Code, memory: Any, cell: Any, number: Any) -> Any:
     """i1: was a cell not read since access ``number``?
 
     A write that comes after all reads since the one before comes after that one too, though its clock may not say so.
@@ -395,7 +395,7 @@ def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
     return code.test("!=", code.get(found), 0)
 
 
-def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
+def uncovered(code: Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
     """Decide whether a clock row does not cover an access to some bytes, i1. Two strong accesses do not conflict."""
     agent = code.load(code.load(table, Table.ENTRY), number, _I32)
     epoch = code.load(code.load(table, Table.EPOCH), number, _I32)
@@ -422,7 +422,7 @@ def late() -> Callable[[int, int, int, int, int], int]:
 
     ``late(uint32[n] accesses, n, row of a clock, Table block, bytes) -> position``.
     """
-    code = _Code("late", [_I64] * 5)
+    code = Code("late", [_I64] * 5)
     ids, n, clock, table, bits = code.args
     before = code.variable()
     with code.each(n) as i:
@@ -435,7 +435,7 @@ def late() -> Callable[[int, int, int, int, int], int]:
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(code.compile())
 
 
-class _Sweep(_Code):
+class _Sweep(Code):
     """Builds `sweep`."""
 
     def __init__(self) -> None:
