@@ -213,7 +213,7 @@ Given = Annotated[list[str] | None, typer.Argument(help="handed to the script as
 Arch = Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")]
 Seed = Annotated[int, typer.Option(help="of the random schedule")]
 Schedule = Annotated[str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial or random")]
-Checks = Annotated[str, typer.Option(help="off, default, race (data races too), all; or groups and kinds, with commas")]
+Checks = Annotated[str, typer.Option(help="off, default, race (data races), sanitize (and registers, lanes), all; or groups and kinds, with commas")]
 TimeLimit = Annotated[
     float | None, typer.Option(help="seconds of processor time of one launch, inf: none [default: 1800]")
 ]
@@ -266,7 +266,7 @@ def sanitize(
     arch: Arch = "auto",
     seed: Seed = 0,
     schedule: Schedule = "round_robin",
-    checks: Checks = "race",
+    checks: Checks = "sanitize",
     time_limit: TimeLimit = None,
     instruction_limit: InstructionLimit = None,
     memory_limit: MemoryLimit = None,

@@ -209,7 +209,7 @@ FEW = "setp.lt.u32 %p1, %r1, 4; mov.u32 %r2, s; mov.u32 %r9, 0; st.shared.v4.b32
 WITHOUT_LANES = (  # an instruction that only some lanes get to, and one that those lanes may execute alone
     ("shfl.sync.idx.b32 %r9, %r1, 0, 31, 0xffffffff;", "shfl.sync.idx.b32 %r9, %r1, 0, 31, 15;"),
     ("vote.sync.any.pred %p2, %p1, -1;", "vote.sync.any.pred %p2, %p1, 0xf;"),
-    ("elect.sync _|%p2, 0x80000001;", "elect.sync _|%p2, 1;"),
+    ("elect.sync _|%p2, 0x8000000f;", "elect.sync _|%p2, 15;"),
     ("redux.sync.add.u32 %r9, %r1, -1;", "activemask.b32 %r3; redux.sync.add.u32 %r9, %r1, %r3;"),
     ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r9}, [%r2];", "ld.shared.b32 %r9, [%r2];"),
     ("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r2], {%r9};", "st.shared.b32 [%r2], %r9;"),

@@ -7,6 +7,7 @@
 | "off" | nothing is reported; accesses that are impossible still stop the launch |
 | "default" | allocation, bounds, initialisation, pending copies, mbarrier and transaction counts, proxy fences |
 | "race" | also data races in shared, tensor and global memory and phases that can mix, by vector clocks (race.py) |
+| "sanitize" | "race", registers by the code, and lanes of one warp: what `dsv4 sanitize` has by default |
 | "race,counters" | also counters of bank conflicts and global sectors |
 | "race,pedantic" | "race", and what the PTX ISA requires and shipped kernels leave out (pedantic.py) |
 | "all" | all of these |

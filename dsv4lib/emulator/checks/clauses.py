@@ -41,6 +41,7 @@ _DEPENDENT = "checks/test_dependent.py::TWINS[{}]"
 _TRAPS = "checks/test_gemm_traps.py::REPORTED[{}]"
 
 
+_SUITE = "suite/{}.py::CASES[{}]"
 _PROXIES = "units/test_proxies.py::{}"
 
 
@@ -66,6 +67,14 @@ CLAUSES = (
         "tensor memory outside the allocation or after free",
         ("tmem_outside_allocation", "tmem_after_free"),
         _pairs("tmem_outside_allocation", "tmem_after_free"),
+    ),
+    Clause(
+        "accumulators that overlap",
+        ("tmem_product_overlap",),
+        (
+            _SUITE.format("tensor", "two products that overlap by a few columns"),
+            _SUITE.format("tensor", "a second accumulation over the first"),
+        ),
     ),
     Clause("a warp outside its lane quarter", ("tmem_lane_quarter",), _pairs("tmem_lane_quarter")),
     Clause("leaked tensor memory", ("tmem_leak",), (*_pairs("tmem_leak"), _TRAPS.format("no dealloc"))),
@@ -138,6 +147,15 @@ CLAUSES = (
             *_pairs("race_tensor"),
             _GLOBAL.format("warp and warp"),
             _GLOBAL.format("the same value twice"),
+        ),
+    ),
+    Clause(
+        "data race between lane and lane of a warp",
+        ("missing_warp_sync",),
+        (
+            _SUITE.format("barriers", "a lane reads what another wrote"),
+            _SUITE.format("barriers", "a lane overwrites what another reads"),
+            _SUITE.format("barriers", "a warp barrier of the wrong lanes"),
         ),
     ),
     Clause(
@@ -243,6 +261,7 @@ CLAUSES = (
         (
             *_pairs("mbarrier_overwritten", "mbarrier_reinit", "mbarrier_inval_in_use"),
             _RACES.format("initialised too late"),
+            _SUITE.format("barriers", "no fence.mbarrier_init before a peer arrives"),
         ),
     ),
     Clause(
@@ -267,9 +286,20 @@ CLAUSES = (
         _pairs("async_write_after_exit", "async_read_after_exit"),
     ),
     Clause(
-        "instructions of a whole warp without all its lanes",
-        ("diverged_sync",),
-        ("test_control.py::test_an_instruction_without_lanes_that_it_needs_is_reported",),
+        "shared memory of another CTA that may have exited",
+        ("peer_memory_after_exit",),
+        tuple(
+            _SUITE.format("shared", f"{what} a peer that has exited")
+            for what in ("a load from", "a store to", "an atomic on", "an arrival at")
+        ),
+    ),
+    Clause(
+        "instructions of a whole warp without all its lanes, or by lanes that their mask does not name",
+        ("diverged_sync", "lane_outside_mask"),
+        (
+            "test_control.py::test_an_instruction_without_lanes_that_it_needs_is_reported",
+            _SUITE.format("barriers", "a shuffle by lanes outside its mask"),
+        ),
     ),
     Clause("cancel requests", ("clc_failed_response",), ("units/test_async_copies.py::test_cluster_launch_control",)),
     Clause(

@@ -42,20 +42,20 @@ class CodeFindings:
     undefined: list[Finding] = field(default_factory=list)
 
 
-_known: dict[tuple[int, bool], tuple[weakref.ref, CodeFindings]] = {}
+_known: dict[tuple[int, bool, bool], tuple[weakref.ref, CodeFindings]] = {}
 
 
-def findings_of(program: Program, pedantic: bool) -> CodeFindings:
-    """Find a program's findings, once; ``pedantic``: lints too."""
-    key = id(program), pedantic
+def findings_of(program: Program, pedantic: bool, code: bool) -> CodeFindings:
+    """Find a program's findings, once; ``pedantic``: of fences too; ``code``: of other registers too."""
+    key = id(program), pedantic, code
     known = _known.get(key)
     if known is None or known[0]() is not program:
         forget = functools.partial(_known.pop, key, None)
-        known = _known[key] = weakref.ref(program, lambda _: forget()), _analyse(program, pedantic)
+        known = _known[key] = weakref.ref(program, lambda _: forget()), _analyse(program, pedantic, code)
     return known[1]
 
 
-def _analyse(program: Program, pedantic: bool) -> CodeFindings:
+def _analyse(program: Program, pedantic: bool, code: bool) -> CodeFindings:
     out = CodeFindings()
     kernel = program.kernel
 
@@ -74,7 +74,7 @@ def _analyse(program: Program, pedantic: bool) -> CodeFindings:
         else:
             text = f"{name(found.register)} was accessed since the last wgmma.fence"
             where.append(Finding("missing_wgmma_fence", text, found.mma, found.other))
-    if not pedantic:
+    if not code:
         return out
     first: dict[int, pending.EarlyUse] = {}
     for use in pending.early_uses(kernel):
@@ -83,9 +83,56 @@ def _analyse(program: Program, pedantic: bool) -> CodeFindings:
         text = f"{name(use.register)} is used while the tcgen05.ld that fills it may be pending"
         out.by_instruction.setdefault(use.load, []).append(Finding("tcgen05_ld_used_early", text, use.use, use.load))
     uses, defs = _directions(program)
+    flow = _Flow(program, uses, defs)
     for index, register in undefined_uses(kernel, uses, defs):
-        out.undefined.append(Finding("uninitialised_register", f"nothing has set {name(register)}", index))
+        sink = flow.reaches(index, register)
+        if sink >= 0:
+            text = f"nothing has set {name(register)}, and PTX line {program.instruction(sink).line} depends on it"
+            out.undefined.append(Finding("uninitialised_register", text, index))
     return out
+
+
+class _Flow:
+    """Where values go: from register to register, in any order of the code."""
+
+    def __init__(self, program: Program, uses: list[set[int]], defs: list[set[int]]):
+        self._program = program
+        self._readers: dict[int, list[int]] = {}
+        self._defs = defs
+        for instr in program.kernel.instructions:
+            for register in uses[instr.index] | self._mentioned(instr) - defs[instr.index]:
+                self._readers.setdefault(register, []).append(instr.index)
+
+    @staticmethod
+    def _mentioned(instr: Instr) -> set[int]:
+        return {register for operand in instr.operands for register in pending.registers_of(operand)}
+
+    def reaches(self, index: int, register: int) -> int:
+        """Find the first instruction that matters and depends on what instruction ``index`` reads; -1: none."""
+        if self._matters(index, register):
+            return index
+        seen, work = set(), list(self._defs[index])
+        while work:
+            one = work.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            for reader in self._readers.get(one, ()):
+                if self._matters(reader, one):
+                    return reader
+                work += self._defs[reader]
+        return -1
+
+    def _matters(self, index: int, register: int) -> bool:
+        """Does a store, a branch, an address or an instruction of a unit depend on a register?"""
+        instr = self._program.instruction(index)
+        if index in self._program.services or instr.opcode.partition(".")[0] in _SINKS:
+            return True
+        addresses = (operand for operand in instr.operands if isinstance(operand, Memory))
+        return any(register in pending.registers_of(address) for address in addresses)
+
+
+_SINKS = ("st", "stmatrix", "red", "atom", "bra", "brx", "ret", "exit", "call", "trap")
 
 
 def _directions(program: Program) -> tuple[list[set[int]], list[set[int]]]:
@@ -124,9 +171,9 @@ def program_leaves(instr: Instr) -> Any:
 class CodeChecks:
     """Reports of one launch."""
 
-    def __init__(self, machine: Any, pedantic: bool):
+    def __init__(self, machine: Any, pedantic: bool, code: bool):
         self.machine = machine
-        self.found = findings_of(machine.program, pedantic)
+        self.found = findings_of(machine.program, pedantic, code)
         self._said: set[int] = set()
 
     def begin(self) -> None:

@@ -5,13 +5,15 @@ volatile or atomic access without a semantic does so only with a fence: it leave
 over what it found at the next fence. A fence of another warp of the cluster counts for what the warp knows by a
 barrier: "all fence, all pass a barrier, one raises the flag" is silent.
 
-Between devices both the access and the fence need ``.sys`` scope (launches.py).
+A scope reaches the CTA, the cluster, the device or all devices; an access or a fence whose scope ends before the other
+thread orders nothing for it. Between devices both need ``.sys`` scope (launches.py).
 
 Source: PTX ISA, "Memory Consistency Model", release and acquire patterns.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -28,31 +30,49 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.machine.warp import Warp
 
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
+CTA, CLUSTER, GPU, SYS = range(4)  # what a scope reaches
+_REACH = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": SYS, "volatile": SYS, "mmio": SYS}
+
+
+@functools.lru_cache(1 << 12)
+def reach_of(opcode: str) -> int:
+    """Tell how far the scope of an access or a fence reaches; the default of atom and red is the device."""
+    return next((_REACH[part] for part in opcode.split(".") if part in _REACH), GPU)
 
 
 class Flags:
-    """Words that order the warps of a cluster. Those of global memory are kept by `GlobalRaces`."""
+    """Words that order the warps of a cluster. Those of global memory are kept by `GlobalRaces`, too.
+
+    A scope that ends at the CTA or the cluster leaves nothing for others, so what was left at a word is kept by reach.
+    """
 
     def __init__(self, clocks: Clocks):
         self.clocks = clocks
-        self._words: dict[int, np.ndarray] = {}  # of shared memory: clocks left there
-        # By reach of the fence, the device or all: what any warp has fenced.
-        self._fenced = {wide: np.zeros((2, clocks.size), np.uint32) for wide in (False, True)}
-        # By warp and reach of the access: what its relaxed accesses found, until a fence.
-        self._read: dict[tuple[int, bool], np.ndarray] = {}
+        # Clocks left at words of shared memory, and of global memory for accesses whose scope ends in the cluster:
+        # by (is it global, word, rank of the CTA or -1 for the cluster).
+        self._words: dict[tuple[bool, int, int], np.ndarray] = {}
+        self._narrow: set[int] = set()  # words of global memory with releases whose scope ends in the cluster
+        # By reach of the fence: what any warp has fenced.
+        self._fenced = [np.zeros((2, clocks.size), np.uint32) for _ in range(SYS + 1)]
+        # By warp and the least reach of the fence that it waits for: what its relaxed accesses found.
+        self._read: dict[tuple[int, int], np.ndarray] = {}
 
-    def fenced(self, warp: Warp, wide: bool) -> None:
-        """Record a fence of the warp. ``wide``: its scope includes threads of other devices."""
+    def fenced(self, warp: Warp, reach: int) -> None:
+        """Record a fence of the warp."""
         clock = self.clocks.of(warp)
-        for reach in (False, True) if wide else (False,):
-            found = self._read.get((warp.agent, reach))
+        for least in range(reach + 1):
+            found = self._read.get((warp.agent, least))
             if found is not None:
                 np.maximum(clock, found, out=clock)
-        if wide:
+        if reach == SYS and warp.cta.machine.device is not None:
             warp.cta.machine.race.fenced_global(warp, alias=True)
-        for reach in (False, True) if wide else (False,):
-            np.maximum(self._fenced[reach], clock, out=self._fenced[reach])
+        for fence in self._fenced[: reach + 1]:
+            np.maximum(fence, clock, out=fence)
         self.clocks.tick(warp)
+
+    def before_relaxed(self, warp: Warp) -> np.ndarray:
+        """Find what a relaxed arrival at a barrier of the cluster releases: what has been fenced."""
+        return np.minimum(self.clocks.of(warp), self._fenced[CLUSTER])
 
     def access(self, cluster: Cluster, warp: Warp, entries: Any, far: GlobalRaces, acquire: bool) -> None:
         """Order by the reading, or the writing, half of strong accesses in the log."""
@@ -63,42 +83,68 @@ class Flags:
                 if entry["code"] & GLOBAL or entry["code"] & GENERIC and address >> 56 == 0:
                     (self.acquire if acquire else self.release)(cluster, warp, opcode, address >> 2, far)
                     continue
-                word = (address & 0xFFFFFFFF) >> 2
                 if entry["code"] & GENERIC and address >> 56 != abi.SHARED_WINDOW >> 56:
                     continue
-                left = self._words.setdefault(word, np.zeros((2, self.clocks.size), np.uint32))
-                clock = self._clock(warp, opcode, acquire, False)
-                into, source = (clock, left) if acquire else (left, clock)
-                np.maximum(into, source, out=into)
+                (self._take if acquire else self._leave)(warp, opcode, False, (address & 0xFFFFFFFF) >> 2)
         if not acquire and len(entries):
             self.clocks.tick(warp)
 
     def acquire(self, cluster: Cluster, warp: Warp, opcode: str, word: int, far: GlobalRaces) -> None:
         """Take over what was left at a word of global memory, now or at a fence to come."""
+        narrow = reach_of(opcode) < GPU
+        if narrow or word in self._narrow:
+            self._take(warp, opcode, True, word)
+        if narrow:
+            return
         wide = reaches_devices(opcode) and warp.cta.machine.device is not None
         if not wide or not _orders(opcode, True):
-            far.acquire(cluster, word, self._clock(warp, opcode, True, False), False)
+            far.acquire(cluster, word, self._clock(warp, opcode, True, GPU), False)
         if wide:
-            far.acquire(cluster, word, self._clock(warp, opcode, True, True), True)
+            far.acquire(cluster, word, self._clock(warp, opcode, True, SYS), True)
 
     def release(self, cluster: Cluster, warp: Warp, opcode: str, word: int, far: GlobalRaces) -> None:
         """Leave at a word of global memory what the warp knows, or what was fenced of it."""
+        self._leave(warp, opcode, True, word)
+        if reach_of(opcode) < GPU:
+            self._narrow.add(word)
+            return
         wide = reaches_devices(opcode) and warp.cta.machine.device is not None
         if not wide or not _orders(opcode, False):
-            far.release(cluster, word, self._clock(warp, opcode, False, False)[CARRIED], False)
+            far.release(cluster, word, self._clock(warp, opcode, False, GPU)[CARRIED], False)
         if wide:
             if _orders(opcode, False):
                 far.fence(cluster, warp, alias=True)
-            far.release(cluster, word, self._clock(warp, opcode, False, True)[CARRIED], True)
+            far.release(cluster, word, self._clock(warp, opcode, False, SYS)[CARRIED], True)
 
-    def _clock(self, warp: Warp, opcode: str, acquire: bool, wide: bool) -> np.ndarray:
+    def _places(self, warp: Warp, opcode: str, far: bool, word: int) -> list[tuple[int, tuple[bool, int, int]]]:
+        """Where an access leaves or finds clocks, with the reach that a fence for it needs."""
+        places = [(CTA, (far, word, warp.cta.rank))]
+        return places if reach_of(opcode) == CTA else [*places, (CLUSTER, (far, word, -1))]
+
+    def _leave(self, warp: Warp, opcode: str, far: bool, word: int) -> None:
+        """Release for the warps of the cluster, or of the CTA."""
+        for reach, place in self._places(warp, opcode, far, word):
+            left = self._words.get(place)
+            if left is None:
+                left = self._words[place] = np.zeros((2, self.clocks.size), np.uint32)
+            np.maximum(left, self._clock(warp, opcode, False, reach), out=left)
+
+    def _take(self, warp: Warp, opcode: str, far: bool, word: int) -> None:
+        """Acquire what warps of the cluster, or of the CTA, have left."""
+        for reach, place in self._places(warp, opcode, far, word):
+            left = self._words.get(place)
+            if left is not None:
+                clock = self._clock(warp, opcode, True, reach)
+                np.maximum(clock, left, out=clock)
+
+    def _clock(self, warp: Warp, opcode: str, acquire: bool, reach: int) -> np.ndarray:
         """The warp's clock if the access orders by itself, else what a fence of that reach does with it."""
         own = self.clocks.of(warp)
         if _orders(opcode, acquire):
             return own
         if acquire:
-            return self._read.setdefault((warp.agent, wide), np.zeros_like(own))
-        return np.minimum(own, self._fenced[wide])
+            return self._read.setdefault((warp.agent, reach), np.zeros_like(own))
+        return np.minimum(own, self._fenced[reach])
 
 
 def segments(strong: np.ndarray) -> list[slice]:

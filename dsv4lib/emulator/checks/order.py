@@ -82,11 +82,15 @@ class Order:
             clock = self._state(warp).clocks.of(warp)
             np.maximum(clock, point.sync.done, out=clock)
 
-    def cluster_arrived(self, warp: Warp, barrier: Any, phase: int) -> None:
+    def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
         """Record the arrival of a warp at a phase of the cluster barrier."""
+        self._arrive_in_cluster(warp, barrier, phase, self._state(warp).clocks.of(warp))
+
+    def _arrive_in_cluster(self, warp: Warp, barrier: Any, phase: int, known: np.ndarray) -> None:
+        """Leave what a warp knows, or as much of it as it releases."""
         clocks = self._state(warp).clocks
         left = barrier.left.setdefault(phase, np.zeros((2, clocks.size), np.uint32))
-        np.maximum(left, clocks.of(warp), out=left)
+        np.maximum(left, known, out=left)
         clocks.tick(warp)
 
     def cluster_passed(self, warp: Warp, barrier: Any, phase: int) -> None:
@@ -141,8 +145,17 @@ class Order:
     def initialised(self, barrier: Any) -> None:
         """Record that an mbarrier is initialised."""
 
+    def init_fenced(self, warp: Warp) -> None:
+        """Record fence.mbarrier_init."""
+
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
         """Record that an mbarrier is used."""
+
+    def warp_synchronised(self, warp: Warp, members: int) -> None:
+        """Record that lanes of a warp have synchronised."""
+
+    def exited(self, cta: Cta, last: Warp) -> None:
+        """Record that a CTA has exited."""
 
     def issued(self, op: AsyncOp) -> None:
         """Begin an operation."""

@@ -22,12 +22,14 @@ import numpy as np
 from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import Flags, segments, trace_far
+from dsv4lib.emulator.checks.flags import Flags, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
-from dsv4lib.emulator.checks.launches import reaches_devices
+from dsv4lib.emulator.checks.lanes import LaneChecks
 from dsv4lib.emulator.checks.order import MARK, Order, OrderState
 from dsv4lib.emulator.checks.pedantic import TensorFences
+from dsv4lib.emulator.checks.peers import Peers
 from dsv4lib.emulator.checks.phases import Phases
+from dsv4lib.emulator.checks.products import Products
 from dsv4lib.emulator.checks.report import place_at
 from dsv4lib.emulator.checks.shadow import (
     ALL_BYTES,
@@ -48,7 +50,7 @@ from dsv4lib.emulator.machine.warp import PC
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, SAME, STRONG, WRITE
-from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, Box, Group, Launch, judge, sweep
+from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, SYNC, Box, Group, Launch, judge, sweep
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp
@@ -108,10 +110,12 @@ class Detector(Order):
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
         self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
         self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
-        self._code = CodeChecks(machine, self.pedantic)
+        code = bool(machine.settings.native_checks & abi.CHECK_CODE)
+        self._code = CodeChecks(machine, self.pedantic, code)
+        self._lanes = LaneChecks(machine) if machine.settings.native_checks & abi.CHECK_LANES else None
+        self._peers, self._products = Peers(machine), Products(machine)
         self._fences = TensorFences(machine) if self.pedantic else None
-        if self.pedantic:
-            self._code.begin()
+        self._code.begin()
 
     # --- clocks -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +123,8 @@ class Detector(Order):
         """Begin a cluster."""
         cluster.race = _State(cluster)
         self.far.started(cluster, cluster.race.clocks)
+        if self._lanes is not None:
+            self._lanes.started(cluster, len(cluster.race.clocks.all_warps))
 
     def arrived(self, point: Any) -> None:
         """Arrive at a barrier for the completing operation, or else for the running warp."""
@@ -176,24 +182,34 @@ class Detector(Order):
         np.maximum(gathering[CARRIED], left, out=gathering[CARRIED])
 
     def initialised(self, barrier: Any) -> None:
-        """Record that the running warp has initialised an mbarrier. Every other use must be ordered after it."""
-        clocks = self._state(self.warp).clocks
-        me = self.warp.agent - clocks.first_agent
-        barrier.origin = me, int(clocks.epoch[me]), self.warp, {me}
+        """Record that the running warp has initialised an mbarrier."""
+        self._peers.initialised(self.warp, self._state(self.warp).clocks, barrier)
+
+    def init_fenced(self, warp: Warp) -> None:
+        """Record fence.mbarrier_init."""
+        self._peers.fenced(warp, self._state(warp).clocks)
 
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
         """Record that the running warp uses an mbarrier."""
-        if barrier.origin is None or self.op is not None or self.warp is None:
-            return
-        entry, epoch, warp, known = barrier.origin
-        clocks = self._state(self.warp).clocks
-        me = self.warp.agent - clocks.first_agent
-        if me in known:
-            return
-        known.add(me)
-        if clocks.of(self.warp)[CARRIED, entry] < epoch:
-            text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
-            self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
+        if self.op is None and self.warp is not None:
+            self._peers.used(self.warp, self._state(self.warp).clocks, barrier, where)
+
+    def exited(self, cta: Cta, last: Warp) -> None:
+        """Record that a CTA has exited with its last warp."""
+        self._peers.exited(cta, last)
+
+    def warp_synchronised(self, warp: Warp, members: int) -> None:
+        """Record that lanes of a warp have synchronised."""
+        if self._lanes is not None:
+            self._lanes.synchronised(warp, warp.agent - self._state(warp).clocks.first_agent, members)
+
+    def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
+        """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
+        state = self._state(warp)
+        known = state.clocks.of(warp)
+        if relaxed:
+            known = self._peers.relaxed(warp, state.clocks, state.flags.before_relaxed(warp))
+        self._arrive_in_cluster(warp, barrier, phase, known)
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
         """Record griddepcontrol.wait, or else .launch_dependents."""
@@ -319,7 +335,7 @@ class Detector(Order):
 
     def memory_fenced(self, warp: Warp, opcode: str) -> None:
         """Record a fence of the warp between generic accesses."""
-        self._state(warp).flags.fenced(warp, reaches_devices(opcode) and self.machine.device is not None)
+        self._state(warp).flags.fenced(warp, reach_of(opcode))
 
     def fenced_global(self, warp: Warp, alias: bool = False) -> None:
         """Record a proxy fence of the warp that covers global memory, for the async proxy or for other addresses."""
@@ -352,6 +368,10 @@ class Detector(Order):
         ``repeats``: the operation makes the same access many times; again, without another in between, it changes
         nothing.
         """
+        if write and not repeats:
+            self._products.overwritten(cta, cells)
+        elif not write:
+            self._products.read(cta, cells, self.warp.place if self.op is None else self.op.where)
         state = cta.cluster.race
         shadow = state.tensor.get(cta.rank)
         if shadow is None:
@@ -364,6 +384,11 @@ class Detector(Order):
         else:
             shadow.last = None
         self._access(cta, shadow, cells, write, "tensor memory")
+
+    def product(self, cta: Cta, cells: Cells, column: int, width: int, accumulates: bool) -> None:
+        """Record that the completing tcgen05.mma writes columns of its accumulator."""
+        if self.op is not None:
+            self._products.writes(cta, cells, column, width, accumulates, self.op.where)
 
     def _access(self, cta: Cta, shadow: Shadow, cells: Cells, write: bool, memory: str) -> None:
         op, warp = self.op, self.warp
@@ -416,6 +441,9 @@ class Detector(Order):
         n, self.pending[0] = self.pending[0], 0
         state = self._state(warp)
         self._dependence.logged(state.clocks, warp, self._log[:n])
+        if self._lanes is not None:
+            me = warp.agent - state.clocks.first_agent
+            self._lanes.logged(warp, me, state.clocks.epochs[me], self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return
@@ -479,7 +507,7 @@ class Detector(Order):
                 continue
             if code & GLOBAL:
                 self._far(warp, actor, addresses, pcs, lanes, code)
-            elif not code & STRONG:
+            else:
                 self._batch(warp, actor, addresses.astype(np.uint32), pcs, lanes, code)
 
     def _far(
@@ -506,7 +534,7 @@ class Detector(Order):
                 words, at, active_lanes = offsets[chosen] >> 2, pcs[chosen], lanes[chosen]
                 if not len(words):
                     continue
-                mask = ALL_BYTES if low is None else ((1 << nbytes) - 1) << start
+                mask = (ALL_BYTES if low is None else ((1 << nbytes) - 1) << start) | (SYNC if code & STRONG else 0)
                 if nbytes > 4:
                     words = (words[:, None] + np.arange(nbytes // 4)).reshape(-1)
                     at, active_lanes = np.repeat(at, nbytes // 4), np.repeat(active_lanes, nbytes // 4)

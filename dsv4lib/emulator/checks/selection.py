@@ -19,6 +19,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "off": (),
     "default": _DEFAULT,
     "race": (*_DEFAULT, "race"),
+    "sanitize": (*_DEFAULT, "race", "code", "lanes"),
     "all": (*GROUPS, COUNTERS),
 }
 # What a group, or a kind on its own, needs beside being reported.
@@ -26,6 +27,8 @@ _BITS = {
     "initialisation": abi.CHECK_INIT,
     "proxy": abi.CHECK_PROXY,
     "race": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE,
+    "code": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE | abi.CHECK_CODE,
+    "lanes": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE | abi.CHECK_LANES,
     "pedantic": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE | abi.CHECK_PEDANTIC,
     COUNTERS: abi.CHECK_COUNTERS,
 }

@@ -245,6 +245,7 @@ _KINDS = {
     "st": "missing_tcgen05_wait",
     "bulk": "missing_bulk_wait",
     "cp.async": "missing_cp_async_wait",
+    "exit": "peer_memory_after_exit",
 }
 
 
@@ -259,6 +260,8 @@ def kind_of(
         earlier: entry and epoch of the agent of the earlier access.
         same: the access is a write of threads and leaves every byte as it was.
     """
+    if clocks.kinds[earlier[0]] == "exit":
+        return _KINDS["exit"]
     if conflict.carried:
         return "race_through_completion"
     kind = _KINDS.get(clocks.kinds[agent], "") if agent is not None else ""

@@ -201,11 +201,18 @@ def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
     if any(not int(m) >> int(lane) & 1 for m, lane in zip(members, lanes, strict=True)):
         raise HazardError("bar.warp.sync by a lane that is not in its own member mask", warp.place(instr))
     if not int(np.bitwise_or.reduce(members)) & warp.words[LIVE] & ~warp.mask():
+        for mask in set(members.tolist()):
+            _synchronised(warp, mask)
         return None
     if (members != members[0]).any():
         raise UnsupportedInstruction("bar.warp.sync of lanes with different member masks, some incomplete")
     key = warp.warp_id, int(members[0])
     return warp.cta.barriers.setdefault(key, WarpBarrier()).arrive(warp, int(members[0]))
+
+
+def _synchronised(warp: Warp, members: int) -> None:
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.warp_synchronised(warp, members)
 
 
 @dataclass
@@ -232,6 +239,7 @@ class WarpBarrier:
         """Complete if all live members have arrived."""
         if self.arrived and not members & warp.words[LIVE] & ~self.arrived:
             self.phase, self.arrived = self.phase + 1, 0
+            _synchronised(warp, members)
             warp.cta.machine.changed()
 
 
@@ -290,10 +298,10 @@ def cluster_arrive(warp: Warp, instr: Instr, form: Form) -> None:
     barrier = _cluster_barrier(warp)
     key = (warp.cta.rank, warp.warp_id)
     barrier.lanes[key] = barrier.lanes.get(key, 0) | warp.mask()
-    _count_in_cluster(warp, barrier, instr)
+    _count_in_cluster(warp, barrier, instr, form.get("sem") == "relaxed")
 
 
-def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None) -> None:
+def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None, relaxed: bool = False) -> None:
     """Count the warp's arrival if all its live lanes have arrived; without aligned they may do so one by one."""
     key = (warp.cta.rank, warp.warp_id)
     if warp.words[LIVE] & ~barrier.lanes[key]:
@@ -304,7 +312,7 @@ def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None) 
         message = "barrier.cluster.arrive again without a barrier.cluster.wait in between"
         warp.cta.machine.report("cluster_double_arrive", message, warp.place(instr))
     if warp.cta.machine.race is not None:
-        warp.cta.machine.race.cluster_arrived(warp, barrier, count)
+        warp.cta.machine.race.cluster_arrived(warp, barrier, count, relaxed)
     _trace(warp, "cluster", 0, count, barrier.phase(warp))
     warp.cta.machine.changed()
 
@@ -372,7 +380,11 @@ def lanes_exited(warp: Warp) -> None:
 def fence(warp: Warp, instr: Instr, form: Form) -> None:
     """Order generic accesses. Proxy fences are elsewhere."""
     race = warp.cta.machine.race
-    if race is not None and not instr.opcode.startswith("fence.mbarrier_init"):
+    if race is None:
+        return
+    if instr.opcode.startswith("fence.mbarrier_init"):
+        race.init_fenced(warp)
+    else:
         race.memory_fenced(warp, instr.opcode)
 
 

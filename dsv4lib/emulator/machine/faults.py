@@ -34,6 +34,11 @@ def raise_fault(warp: Warp) -> None:
         report_diverged(warp, instr, address)
         warp.words[PC] += 1
         return
+    if code == abi.FAULT_OUTSIDE:
+        message = f"{instr.opcode} is executed by lanes {address:#010x}, which its member mask does not name"
+        warp.cta.machine.report("lane_outside_mask", message, place, lanes=address)
+        warp.words[PC] += 1
+        return
     if code == abi.FAULT_UNINIT:
         message = f"lane {lane} reads {_shared(address)}, {nbytes} bytes not all of which have been written"
         warp.cta.machine.report("uninitialised_smem", message, place, address=address, nbytes=nbytes, lane=lane)

@@ -225,8 +225,10 @@ class Machine:
             for hook in CTA_CREATED:
                 hook(cta)
 
-    def cta_exited(self, cta: Cta) -> None:
-        """End a CTA whose last warp has exited: counters, pending copies, hooks."""
+    def cta_exited(self, cta: Cta, last: Warp) -> None:
+        """End a CTA whose last warp has exited: counters, checks, pending copies, hooks."""
+        if self.race is not None:
+            self.race.exited(cta, last)
         for warp in cta.warps:
             self.stats["bank_conflicts"] += int(warp.ctx["conflicts"])
             self.stats["global_sectors"] += int(warp.ctx["sectors"])

@@ -314,7 +314,7 @@ class Scheduler:
         self.machine.changed()
         self._live[cluster] -= 1
         if all(w.exited for w in warp.cta.warps):
-            self.machine.cta_exited(warp.cta)
+            self.machine.cta_exited(warp.cta, warp)
         if not self._live[cluster]:
             del self._live[cluster]
             self.machine.cluster_finished(cluster)

@@ -99,6 +99,7 @@ PADDED = 1 << 62  # set in the end of an entry that came from an allocator that 
 
 # PEDANTIC: what shipped kernels leave out; REPORT: something is checked, if only in Python.
 CHECK_INIT, CHECK_PROXY, CHECK_RACE, CHECK_COUNTERS, CHECK_PEDANTIC, CHECK_REPORT = 1, 2, 4, 8, 16, 32
+CHECK_CODE, CHECK_LANES = 64, 128  # registers, by the code; lanes of one warp
 
 # What the driver loop returns. STALLED: the running group must converge with parked lanes first.
 DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4
@@ -107,6 +108,7 @@ DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4
 CONTINUE, JUMPED, STOP_SERVICE, STOP_EXITED, STOP_FAULT, BRANCH, EXIT = 0, 1, 2, 3, 4, 5, 6
 
 FAULT_DIVERGED = 9  # a .sync or .aligned instruction was executed without lanes that have to take part
+FAULT_OUTSIDE = 10  # lanes execute a .sync instruction whose member mask does not name them
 FAULT_NONE, FAULT_GLOBAL, FAULT_SHARED, FAULT_LOCAL, FAULT_PARAM, FAULT_ALIGN, FAULT_UNINIT, FAULT_RACE = range(8)
 FAULT_PAST_END = 8
 

@@ -73,7 +73,7 @@ class Area(IntEnum):
     START, END, BASE, WRITER, FIRST, LATEST, VALUES, WRITTEN, READ_FROM = range(9)
 
 
-class _Code:
+class Code:
     """Shorthand over an IRBuilder."""
 
     def __init__(self, name: str, types: list[ir.Type]):
@@ -160,7 +160,7 @@ class _Code:
         return library.default().function(str(self.function).replace('@"NAME"', "@NAME"), optimised=True)
 
 
-class _Judge(_Code):
+class _Judge(Code):
     """Builds `judge`. Phase 0 looks, 1 notes what reads, 2 notes what writes."""
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class _Judge(_Code):
         with self.when(far):
             self._global(address, many)
         inside = self.b.or_(self.b.not_(generic), self.test("==", window, abi.SHARED_WINDOW >> 56))
-        with self.when(self.b.and_(self.b.and_(self.b.not_(far), inside), self.b.not_(self.strong))):
+        with self.when(self.b.and_(self.b.not_(far), inside)):
             self._shared(self.b.and_(address, _I64(0xFFFFFFFF)), many)
 
     # --- shared memory ----------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class _Judge(_Code):
                 with self.each(many) as i:
                     self._look_shared(block, self.load(writer, self.b.add(word, i), _I32), self.b.add(word, i))
             with note:
-                number = self._number(self.near, self.me, 0)
+                number = self._number(self.near, self.me, 0, self._sync())
                 into = self.b.select(self.writes, writer, cells)
                 with self.each(many) as i:
                     self.store(number, into, self.b.add(word, i), _I32)
@@ -284,7 +284,11 @@ class _Judge(_Code):
                     self.give_up(self._late_shared(since))
 
     def _late_shared(self, number: Any) -> Any:
-        return uncovered(self, self.near, number, self.strict, self.get(self.bits))
+        return uncovered(self, self.near, number, self.strict, self.b.or_(self.get(self.bits), self._sync()))
+
+    def _sync(self) -> Any:
+        """Bit of a strong access."""
+        return self.b.select(self.strong, _I64(SYNC), _I64(0))
 
     # --- global memory ----------------------------------------------------------------------------------------------
 
@@ -307,8 +311,7 @@ class _Judge(_Code):
                     with self.when(self.test(">", since, old)):
                         self._look_global(since)
         with self.when(self.b.not_(self.looking())):
-            sync = self.b.select(self.strong, _I64(SYNC), _I64(0))
-            number = self._number(self.far, self.b.add(self.base, self.me), 32, sync)
+            number = self._number(self.far, self.b.add(self.base, self.me), 32, self._sync())
             with self.each(many) as i:
                 at = self.b.add(word, i)
                 with self.b.if_else(self.writes) as (write, read):
@@ -354,9 +357,9 @@ class _Judge(_Code):
 
     # --- tables -----------------------------------------------------------------------------------------------------
 
-    def _number(self, table: Any, agent: Any, memory: int, sync: Any = None) -> Any:
+    def _number(self, table: Any, agent: Any, memory: int, sync: Any) -> Any:
         """Number of the access: one for all of an instruction in this phase that take the same bytes of a word."""
-        bits = self.get(self.bits) if sync is None else self.b.or_(self.get(self.bits), sync)
+        bits = self.b.or_(self.get(self.bits), sync)
         key = self.b.add(self.b.mul(self.pc, _I64(KEYS)), self.b.or_(bits, _I64(memory)))
         stamps, now = self.load(self.launch, Launch.STAMPS), self.load(self.launch, Launch.PASS)
         number = self.variable(self.load(stamps, key))
@@ -371,14 +374,14 @@ class _Judge(_Code):
         return found
 
 
-def enter(code: _Code, table: Any, number: Any, *columns: Any) -> None:
+def enter(code: Code, table: Any, number: Any, *columns: Any) -> None:
     """Append an access to a table: agent, epoch, instruction, bytes, lanes. ``number`` is its count so far."""
     for name, value in zip((Table.ENTRY, Table.EPOCH, Table.PC, Table.MASK, Table.LANES), columns, strict=True):
         code.store(value, code.load(table, name), number, _I32)
     code.store(code.b.add(number, _I64(1)), table, Table.COUNT)
 
 
-def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
+def unread(code: Code, memory: Any, cell: Any, number: Any) -> Any:
     """i1: was a cell not read since access ``number``?
 
     A write that comes after all reads since the one before comes after that one too, though its clock may not say so.
@@ -392,12 +395,13 @@ def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
     return code.test("!=", code.get(found), 0)
 
 
-def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
-    """Decide whether a clock row does not cover an access to some bytes, i1."""
+def uncovered(code: Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
+    """Decide whether a clock row does not cover an access to some bytes, i1. Two strong accesses do not conflict."""
     agent = code.load(code.load(table, Table.ENTRY), number, _I32)
     epoch = code.load(code.load(table, Table.EPOCH), number, _I32)
     common = code.b.and_(code.load(code.load(table, Table.MASK), number, _I32), bits)
-    return code.b.and_(code.test(">", epoch, code.load(clock, agent, _I32)), code.test("!=", common, 0))
+    conflict = code.b.and_(code.bit(common, ALL_BYTES), code.b.not_(code.bit(common, SYNC)))
+    return code.b.and_(code.test(">", epoch, code.load(clock, agent, _I32)), conflict)
 
 
 @functools.cache
@@ -418,7 +422,7 @@ def late() -> Callable[[int, int, int, int, int], int]:
 
     ``late(uint32[n] accesses, n, row of a clock, Table block, bytes) -> position``.
     """
-    code = _Code("late", [_I64] * 5)
+    code = Code("late", [_I64] * 5)
     ids, n, clock, table, bits = code.args
     before = code.variable()
     with code.each(n) as i:
@@ -431,7 +435,7 @@ def late() -> Callable[[int, int, int, int, int], int]:
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(code.compile())
 
 
-class _Sweep(_Code):
+class _Sweep(Code):
     """Builds `sweep`."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 The driver brings the lanes of a ``.sync`` instruction together first (FLAG_CONVERGE of ``abi.py``), so a handler works
 on the lanes that execute. A live lane that the member mask names but that does not execute contributes nothing, and is
-reported: hardware would wait for it. Reading the register of a lane that does not execute by shfl is undefined in the
+reported: hardware would wait for it. So is a lane that executes and that its own mask does not name. Reading the register of a lane that does not execute by shfl is undefined in the
 PTX ISA, here it yields the register's bits.
 """
 
@@ -36,11 +36,16 @@ def note(e: Emitter, missing: Value) -> None:
     e.set_context("fault_address", e.cast("zext", missing, "i64"))
 
 
-def finish(e: Emitter, missing: Value) -> None:
-    """Return; stop with a report if lanes that must take part are missing.
+def finish(e: Emitter, missing: Value, outside: Value | None = None) -> None:
+    """Return; stop with a report if lanes that must take part are missing, or others take part.
 
-    The missing lanes are a scalar mask.
+    Both are scalar masks of lanes.
     """
+    if outside is not None:
+        with e.when(e.icmp("ne", outside, 0)):
+            e.set_context("fault", e.const(abi.FAULT_OUTSIDE, "i32", 0))
+            e.set_context("fault_address", e.cast("zext", outside, "i64"))
+            e.ret(abi.STOP_FAULT)
     with e.when(e.icmp("ne", missing, 0)):
         note(e, missing)
         e.ret(abi.STOP_FAULT)
@@ -60,6 +65,11 @@ def absent_members(e: Emitter, i: int) -> Value:
     return absent(e, reduce(e, "or", e.load(i, "i32"), e.mask(), 0))
 
 
+def uninvited(e: Emitter, i: int) -> Value:
+    """Find executing lanes that are not in their own member mask, operand ``i``."""
+    return e.mask() & ~e.bits(e.icmp("ne", (e.load(i, "i32") >> e.lane_ids()) & 1, 0))
+
+
 @contextmanager
 def member_groups(e: Emitter, i: int) -> Iterator[Value]:
     """Run the block once per member mask. It yields the executing lanes that have the mask and that it names.
@@ -68,7 +78,7 @@ def member_groups(e: Emitter, i: int) -> Iterator[Value]:
     only the lanes of the group execute.
     """
     masks, every = e.load(i, "i32"), e.mask()
-    missing = absent_members(e, i)  # before the result overwrites the mask
+    missing, outside = absent_members(e, i), uninvited(e, i)  # before the result overwrites the mask
     before, rest = e.block, Value(e, "%ungrouped", "i32", 0)
     e.raw("br label %group")
     e.label("group")
@@ -84,7 +94,7 @@ def member_groups(e: Emitter, i: int) -> Iterator[Value]:
     again = e.icmp("ne", Value(e, "%others", "i32", 0), 0)
     e.raw(f"br i1 {again.ref}, label %group, label %regrouped")
     e.label("regrouped")
-    finish(e, missing)
+    finish(e, missing, outside)
 
 
 @isa.native("shfl.sync.<mode:up|down|bfly|idx>.b32")
@@ -93,7 +103,7 @@ def shfl(e: Emitter, form: Form) -> None:
     pair = len(e.groups[0]) == 2
     first = 2 if pair else 1
     b, c = e.load(first + 1, "i32") & 31, e.load(first + 2, "i32")
-    missing = absent_members(e, first + 3)
+    missing, outside = absent_members(e, first + 3), uninvited(e, first + 3)
     lane = e.lane_ids()
     segment = (c >> 8) & 31
     low = lane & segment
@@ -106,7 +116,7 @@ def shfl(e: Emitter, form: Form) -> None:
     e.store(0, gather(e, first, source))
     if pair:
         e.store_pred(1, inside)
-    finish(e, missing)
+    finish(e, missing, outside)
 
 
 @isa.native("movmatrix.sync.aligned.m8n8.trans.b16")

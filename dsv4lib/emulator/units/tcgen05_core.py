@@ -311,7 +311,9 @@ class Mma:
         live = self._live(region, lane)
         race = self.warp.cta.machine.race
         if race is not None and race.full and live is None:
-            race.tensor(self.ctas[region.cta], region.cells(lane, column, width), True, repeats=True)
+            cta, where = self.ctas[region.cta], region.cells(lane, column, width)
+            race.product(cta, where, column, width, self.accumulate)
+            race.tensor(cta, where, True, repeats=True)
         if self.accumulate and not (tmem.written(key, init) if live is None else init[live].all()):
             self.report("uninitialised_tmem", f"accumulates onto uninitialised tensor memory (column {column})")
         cells = region.view(tmem.floats if s.d == "f32" else tmem.data, lane, column, width)

@@ -18,6 +18,7 @@ from dsv4lib.emulator.native import abi
 from dsv4lib.errors import ArgumentError
 from tests.emulator.checks.test_race import FILL, INIT, SMEM, START, TWINS, wait
 from tests.emulator.launching import aligned, entry, launch, prepare
+from tests.emulator.suite.test_suite import CASES
 
 ALLOC = (
     "@!%p1 bra SKIP; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2+4096], 64; SKIP: bar.sync 0;"
@@ -249,8 +250,9 @@ def test_the_repaired_twin_is_silent(kind):
 
 
 def test_every_kind_has_a_twin():
-    """Here, in the race tests, or in a test of the unit that reports it, which must name the kind."""
-    here = {*PAIRS, *(twin.kind for twin in TWINS.values())}
+    """Here, in the race tests, in the suite, or in a test of the unit that reports it, which must name the kind."""
+    suite = {kind for case in CASES.values() for kind in case.kind.split("|")}
+    here = {*PAIRS, *(twin.kind for twin in TWINS.values()), *suite}
     folder = Path(__file__).parent.parent
     texts = "\n".join(p.read_text() for p in folder.rglob("test_*.py") if p != Path(__file__))
     missing = [kind for kind in KINDS if kind not in here and f'"{kind}"' not in texts]

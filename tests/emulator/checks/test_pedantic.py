@@ -53,8 +53,8 @@ TWINS = {
         "cp.async.bulk",
     ),
     "uninitialised_register": Twin(
-        "@%p2 bra ON; mov.u32 %r51, 1; bra OUT; ON: add.u32 %r50, %r51, 1; OUT:",
-        "mov.u32 %r51, 1; @%p2 bra ON; bra OUT; ON: add.u32 %r50, %r51, 1; OUT:",
+        "@%p2 bra ON; mov.u32 %r51, 1; bra OUT; ON: add.u32 %r50, %r51, 1; st.shared.b32 [%r1], %r50; OUT:",
+        "mov.u32 %r51, 1; @%p2 bra ON; bra OUT; ON: add.u32 %r50, %r51, 1; st.shared.b32 [%r1], %r50; OUT:",
         "add.u32",
     ),
     "missing_wgmma_wait": Twin(
@@ -76,7 +76,7 @@ TWINS = {
 }
 
 
-def run(body: str, twin: Twin, checks: str = "race,pedantic"):
+def run(body: str, twin: Twin, checks: str = "race,pedantic,code"):
     chosen = select(checks)
     settings = Settings(
         arch=twin.arch, native_checks=chosen.bits, muted=chosen.muted, schedule="adversarial", instruction_limit=200_000
@@ -107,6 +107,20 @@ def test_pedantic_checks_are_off_by_default(kind):
     assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], "race,counters").hazards}
     for checks in (kind, "all"):
         assert kind in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], checks).hazards}
+
+
+def test_a_register_whose_value_does_not_matter_is_not_reported():
+    """What nothing sets goes into a sum that nothing stores; with a store, a branch or an address it does."""
+    twin = TWINS["uninitialised_register"]
+    for use, reported in (
+        ("", False),
+        ("mul.lo.u32 %r52, %r50, 3;", False),
+        ("st.shared.b32 [%r1], %r50;", True),
+        ("setp.eq.u32 %p5, %r50, 3; @%p5 bra OUT; OUT:", True),
+        ("and.b32 %r52, %r50, 60; add.u32 %r52, %r52, %r2; st.shared.b32 [%r52], 1;", True),
+    ):
+        kinds = {h.kind for h in run(f"add.u32 %r50, %r51, 1; {use}", twin).hazards}
+        assert ("uninitialised_register" in kinds) == reported, use
 
 
 def test_registers_touched_between_two_wgmma_need_a_fence():
@@ -171,7 +185,9 @@ def test_presets_and_names():
     default = abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_REPORT
     assert select("default").bits == default and select("race").bits == default | abi.CHECK_RACE
     assert select("race,counters").bits == default | abi.CHECK_RACE | abi.CHECK_COUNTERS
-    assert select("all").bits == default | abi.CHECK_RACE | abi.CHECK_COUNTERS | abi.CHECK_PEDANTIC
+    more = abi.CHECK_CODE | abi.CHECK_LANES
+    assert select("sanitize").bits == default | abi.CHECK_RACE | more
+    assert select("all").bits == default | abi.CHECK_RACE | abi.CHECK_COUNTERS | abi.CHECK_PEDANTIC | more
     assert select("all").muted == frozenset()
     assert select("race,-tmem_lane_quarter").muted == select("race").muted | {"tmem_lane_quarter"}
     assert select("race,-race").muted == select("default").muted
@@ -185,7 +201,7 @@ def test_presets_and_names():
 
 @pytest.mark.parametrize("kind", [kind for kind in TWINS if kind.startswith("missing")])
 def test_each_kind_can_be_taken_away(kind):
-    assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], f"race,pedantic,-{kind}").hazards}
+    assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], f"race,pedantic,code,-{kind}").hazards}
 
 
 # --- the table of demands ---------------------------------------------------------------------------------------------

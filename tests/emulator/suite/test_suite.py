@@ -1,0 +1,36 @@
+"""Every faulty kernel of the suite is caught under its name at its line; its repaired twin is silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4lib.emulator.machine.policies import POLICIES
+from tests.emulator.suite import barriers, far, shared, tensor
+from tests.emulator.suite.harness import caught, in_place, run
+
+TABLES = {"shared": shared.CASES, "far": far.CASES, "barriers": barriers.CASES, "tensor": tensor.CASES}
+CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_fault_is_reported_with_its_line(name):
+    case = CASES[name]
+    for schedule in case.schedules:
+        outcome = run(case, False, schedule)
+        assert caught(case, outcome), (schedule, outcome)
+        assert in_place(case, outcome), (schedule, case.marked(), outcome)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_repaired_twin_is_silent(name):
+    for schedule in POLICIES:
+        outcome = run(CASES[name], True, schedule)
+        assert outcome.error is None and outcome.hazards == [], (schedule, outcome)
+
+
+def test_twins_differ_and_lines_are_marked():
+    assert len(CASES) >= 60
+    for name, case in CASES.items():
+        texts = [(case.text(False, second), case.text(True, second)) for second in ([False, True] if case.second else [False])]
+        assert any(faulty != repaired for faulty, repaired in texts), name
+        assert case.marked() or case.marked(True), name
