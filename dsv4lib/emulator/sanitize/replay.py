@@ -29,7 +29,8 @@ class Trial:
     Attributes:
         schedule, seed: as the options of the command take them.
         stopped: kind and first line of what stopped it, "" if it ended.
-        wrong: what is not as expected, as in a report; changed: other tensors that differ from those of the first run.
+        wrong: what is not as expected, as in a report.
+        changed: tensors of which nothing is expected and that differ from those of the first run.
     """
 
     schedule: str
@@ -73,15 +74,16 @@ def trials(wanted: Description, ptx: str, arch: str | None, first: Outcome, **se
     given = (settings.get("schedule", "round_robin"), settings.get("seed", 0))
     planned = [(name, given[1]) for name in directed(first.hazards)]
     planned += [(name, seed) for name in POLICIES for seed in SEEDS.get(name, (given[1],))]
-    out = [_trial(*given, first, first)]
+    free = [name for name, tensor in wanted.tensors.items() if tensor.expect is None]
+    out = [_trial(*given, first, first, free)]
     for schedule, seed in dict.fromkeys(planned):
         if (schedule, seed) != given:
             again = launching.run(wanted, ptx, arch, None, **{**settings, "schedule": schedule, "seed": seed})
-            out.append(_trial(schedule, seed, again, first))
+            out.append(_trial(schedule, seed, again, first, free))
     return out
 
 
-def _trial(schedule: str, seed: int, outcome: Outcome, first: Outcome) -> Trial:
+def _trial(schedule: str, seed: int, outcome: Outcome, first: Outcome, free: list[str]) -> Trial:
     stopped = ""
     if outcome.stopped is not None:
         found = stop(outcome.stopped)
@@ -90,8 +92,7 @@ def _trial(schedule: str, seed: int, outcome: Outcome, first: Outcome) -> Trial:
     wrong = {name: asdict(one) for name, one in outcome.wrong.items()}
     changed = []
     if outcome.stopped is None and first.stopped is None:
-        names = {**first.tensors, **outcome.tensors}
-        changed = [name for name in names if name not in wrong and _bits(outcome, name) != _bits(first, name)]
+        changed = [name for name in free if _bits(outcome, name) != _bits(first, name)]
     return Trial(schedule, seed, stopped, wrong, changed)
 
 

@@ -75,6 +75,16 @@ def test_without_an_expectation_what_differs_from_the_first_run_is_named(tmp_pat
     assert report["replay"][0]["changed"] == []
 
 
+def test_a_schedule_that_gives_what_is_expected_is_not_listed_where_the_first_is_wrong(tmp_path):
+    code, report = run(tmp_path, KNOWN["next_chunk_too_early"].description())
+    found = {trial["schedule"]: trial for trial in report["replay"]}
+    store = min(KNOWN["next_chunk_too_early"].marked()["race_shared"])
+    right = found[f"hold:{store}@1"]
+    assert (
+        code == 90 and found["round_robin"]["wrong"] and right == {**right, "wrong": {}, "changed": [], "stopped": ""}
+    )
+
+
 def test_a_clean_run_that_is_wrong_under_another_schedule_is_no_success(tmp_path):
     """Without the race detector nothing is reported; the result under another schedule is not as expected."""
     one = KNOWN["flag_before_the_data"]
