@@ -9,13 +9,16 @@ dsv4lib.emulator.sanitize.catalogue`` writes the table into ``findings.md``.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dsv4lib.emulator.checks import KINDS
 
-DATA = Path(__file__).parents[3] / "data" / "emulator"
+_PACKAGE = Path(__file__).parents[2]  # in a clone data lies beside the package, in a wheel inside it
+_ROOTS = (_PACKAGE.parent, _PACKAGE / "workspace")
+DATA = next((root / "data" / "emulator" for root in _ROOTS if (root / "data" / "emulator").is_dir()), Path("data"))
 FOLDER = DATA / "findings"
 PAGE = DATA / "findings.md"
 BEGIN = "<!-- table: written by python -m dsv4lib.emulator.sanitize.catalogue -->"
@@ -50,6 +53,11 @@ class Row:
     section: str
     reproduction: str
     without: str
+
+    @property
+    def anchor(self) -> str:
+        """Name the section's anchor, as GitHub and the site do."""
+        return re.sub(r"[^\w\- ]", "", self.section.lower()).replace(" ", "-")
 
     @property
     def severity(self) -> str:
@@ -135,7 +143,17 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         kind = f"`{row.kind}` ({row.severity})" if row.kind else "no report"
         again = _shown(known[row.reproduction]) if row.reproduction else row.without
-        cells = (row.finding, row.package, row.version, row.place, row.case, kind, row.consequence, row.schedule, again)
+        cells = (
+            f"[{row.finding}](#{row.anchor})",
+            row.package,
+            row.version,
+            row.place,
+            row.case,
+            kind,
+            row.consequence,
+            row.schedule,
+            again,
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
