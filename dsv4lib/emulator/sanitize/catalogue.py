@@ -55,6 +55,12 @@ class Row:
     without: str
 
     @property
+    def packages(self) -> str:
+        """Name each package with its version."""
+        both = zip(self.package.split(", "), self.version.split(", "), strict=True)
+        return ", ".join(f"{package} {version}" for package, version in both)
+
+    @property
     def anchor(self) -> str:
         """Name the section's anchor, as GitHub and the site do."""
         return re.sub(r"[^\w\- ]", "", self.section.lower()).replace(" ", "-")
@@ -137,23 +143,14 @@ def table(rows: Sequence[Row]) -> str:
     """Make the table as Markdown."""
     known = reproductions()
     lines = [
-        "| finding | package | version | file:line | case | kind | consequence | schedule | reproduction |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| finding | kind | consequence | file:line | reproduction | schedule | package | case |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         kind = f"`{row.kind}` ({row.severity})" if row.kind else "no report"
         again = _shown(known[row.reproduction]) if row.reproduction else row.without
-        cells = (
-            f"[{row.finding}](#{row.anchor})",
-            row.package,
-            row.version,
-            row.place,
-            row.case,
-            kind,
-            row.consequence,
-            row.schedule,
-            again,
-        )
+        link = f"[{row.finding}](#{row.anchor})"
+        cells = (link, kind, row.consequence, row.place, again, row.schedule, row.packages, row.case)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
