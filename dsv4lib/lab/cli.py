@@ -212,7 +212,9 @@ Target = Annotated[
 Given = Annotated[list[str] | None, typer.Argument(help="handed to the script as they are")]
 Arch = Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")]
 Seed = Annotated[int, typer.Option(help="of the random schedule")]
-Schedule = Annotated[str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial or random")]
+Schedule = Annotated[
+    str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial, random or hold:LINE[@WARP][,...]")
+]
 Checks = Annotated[str, typer.Option(help="off, default, race (data races), sanitize (and registers, lanes), all; or groups and kinds, with commas")]
 TimeLimit = Annotated[
     float | None, typer.Option(help="seconds of processor time of one launch, inf: none [default: 1800]")
@@ -228,6 +230,9 @@ Output = Annotated[
     Path | None, typer.Option(help="file of the report [default: text to standard error, json and sarif to output]")
 ]
 Describe = Annotated[bool, typer.Option("--describe", help=".ptx, .cu: print a launch description to fill in")]
+Replay = Annotated[
+    bool, typer.Option("--replay", help=".ptx, .cu: run it again under other schedules; say which change the result")
+]
 
 
 @app.command(context_settings=RUNS_ANYTHING)
@@ -275,6 +280,7 @@ def sanitize(
     form: Form = "text",
     output: Output = None,
     describe: Describe = False,
+    replay: Replay = False,
 ) -> None:
     """Look for races and other hazards in a kernel: PTX, CUDA C++ or a CuTeDSL script, on an emulated GPU.
 
@@ -284,18 +290,18 @@ def sanitize(
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
     settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
-    _run_target("dsv4 sanitize", target, arguments, arch, settings, launch, save, form, output, describe)
+    _run_target("dsv4 sanitize", target, arguments, arch, settings, launch, save, form, output, describe, replay)
 
 
 def _run_target(
     command: str, target: str, given: list[str] | None, arch: str, settings: dict[str, Any], launch: Path | None,
-    save: Path | None, form: str, output: Path | None, describe: bool,
+    save: Path | None, form: str, output: Path | None, describe: bool, replay: bool = False,
 ) -> None:  # fmt: skip
     from dsv4lib.emulator.sanitize import command as sanitizer
 
     if describe:
         raise typer.Exit(sanitizer.describe(command, target, arch))
-    wish = sanitizer.Wish(command, target, given or [], arch, settings, launch, save, form, output)
+    wish = sanitizer.Wish(command, target, given or [], arch, settings, launch, save, form, output, replay)
     raise typer.Exit(sanitizer.run(wish))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from dsv4lib.emulator.sanitize import catalogue
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import cli, ladder, stage
 
@@ -60,3 +61,25 @@ def test_every_option_and_module_that_is_named_exists():
     assert seen > 30
     modules = set(re.findall(r"python -m ([\w.]+)", text))
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+def test_the_three_findings_are_rows_of_the_table():
+    """Package, version, place, kind and consequence of each are those of findings.csv; the number is theirs, too."""
+    screen = README.partition("It finds bugs that ship.")[2].partition("Begin with")[0]
+    rows = catalogue.findings()
+    assert screen.startswith(f" Three of the [{len(rows)} findings](data/emulator/findings.md)")
+    shown = [line for line in screen.splitlines() if "(`" in line and line.startswith("|")]
+    assert len(shown) == 3 and len(screen.splitlines()) <= 20
+    for line in shown:
+        kernel, kind = re.match(r"\| (.*?) \|", line)[1], re.search(r"\(`(\w+)`\)", line)[1]
+        place = re.search(r"`([^`]+)`$", kernel)[1]
+        fits = [row for row in rows if kernel.startswith(f"{row.package} {row.version}, ") and place in row.place]
+        assert [row.kind for row in fits] == [kind], (line, fits)
+        seen = line.rpartition(" | ")[2].removesuffix(" |").removeprefix("a ")
+        told = f"{fits[0].consequence}; {fits[0].schedule}".replace(
+            "every but oldest_first", "under every schedule but one"
+        )
+        assert all(word in told for word in seen.split()), (seen, told)
+        assert (ROOT / "data/emulator/findings" / f"{fits[0].reproduction}.toml").is_file()
+    known = catalogue.reproductions()["next_chunk_too_early"]
+    assert known.description().relative_to(ROOT).as_posix() in screen and "race_shared" in known.kinds

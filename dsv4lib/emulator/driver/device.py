@@ -22,10 +22,9 @@ from dsv4lib.emulator.driver.memory import Tracker
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.driver.termination import unwinding
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
-from dsv4lib.emulator.machine import machine
+from dsv4lib.emulator.machine import directed, machine
 from dsv4lib.emulator.machine.cta import aligned_zeros
 from dsv4lib.emulator.machine.limits import BYTES, default_settings
-from dsv4lib.emulator.machine.policies import POLICIES
 from dsv4lib.emulator.machine.program import Program, lower
 from dsv4lib.emulator.machine.request import Dim3, LaunchRequest, LaunchResult, Settings
 from dsv4lib.emulator.memory.gmem import GlobalMemory
@@ -222,7 +221,7 @@ def make(
 ) -> Device:
     """Make a device, without making it the active one. Arguments as for `device`."""
     found = architecture(arch)
-    arguments.one_of("schedule", schedule, POLICIES)
+    directed.check(schedule)
     arguments.whole("seed", seed, 0)
     chosen = select(checks)
     stops = arguments.names(

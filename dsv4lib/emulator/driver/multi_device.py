@@ -88,7 +88,7 @@ class LaunchQueues:
 
     def __init__(self, schedule: str, seed: int):
         self.faults: dict[int, RankFault] = {}
-        self._policy = _ORDERS[schedule]
+        self._policy = _ORDERS.get(schedule, _in_turn)  # a directed schedule directs warps
         self._random = random.Random(seed)
         self._streams = _Streams()
 

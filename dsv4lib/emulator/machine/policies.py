@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsv4lib.errors import ArgumentError
-
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp, AsyncUnits
     from dsv4lib.emulator.machine.warp import Warp
@@ -141,14 +139,3 @@ POLICIES: dict[str, type[Policy]] = {
     "adversarial": Adversarial,
     "random": Random,
 }
-
-
-def make_policy(name: str, rng: np.random.Generator) -> Policy:
-    """Make the policy called ``name``.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    if name not in POLICIES:
-        raise ArgumentError("schedule", name, ", ".join(POLICIES))
-    return POLICIES[name](rng)

@@ -80,7 +80,7 @@ class Settings:
 
     Attributes:
         arch: target, ``sm_100a``.
-        schedule: scheduler policy, see scheduler.POLICIES.
+        schedule: a policy (machine/policies.py), or ``hold:`` and lines (machine/directed.py).
         seed: of the random policies.
         sm_count: SMs; limits how many CTAs are resident.
         native_checks: CHECK_* bits of native/abi.py.

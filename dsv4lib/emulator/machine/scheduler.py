@@ -12,10 +12,11 @@ from typing import Any
 from dsv4lib.emulator.errors import Deadlock, EmulatorError, LimitExceeded, Place
 from dsv4lib.emulator.isa import barriers
 from dsv4lib.emulator.machine.cta import Cluster
+from dsv4lib.emulator.machine.directed import make_policy
 from dsv4lib.emulator.machine.faults import raise_fault, report_diverged
 from dsv4lib.emulator.machine.grid import GridBuilder
 from dsv4lib.emulator.machine.limits import INSTRUCTIONS, SECONDS
-from dsv4lib.emulator.machine.policies import Policy, make_policy
+from dsv4lib.emulator.machine.policies import Policy
 from dsv4lib.emulator.machine.warp import GROUP, GROUPS, LIVE, MASK, PC, STICKY, Block, Parked, Warp
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.driver_ir import run_loop

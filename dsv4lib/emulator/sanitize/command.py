@@ -22,7 +22,7 @@ from dsv4lib.emulator.driver.arch import ARCHITECTURES
 from dsv4lib.emulator.driver.script import FAILED, HAZARD, REFUSED, emulate
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.gpu.module import read_text
-from dsv4lib.emulator.sanitize import description, launching, skeleton
+from dsv4lib.emulator.sanitize import description, launching, replay, skeleton
 from dsv4lib.emulator.sanitize.findings import group
 from dsv4lib.emulator.sanitize.report import FORMATS, Report, plain
 from dsv4lib.errors import ArgumentError, BackendUnavailable
@@ -42,6 +42,7 @@ class Wish:
         arch: or "auto". settings: of the device, as `emulator.device` takes them.
         launch: description of a .ptx or .cu file, default: the .toml file beside it. save: .npz for the tensors.
         form: one of `FORMATS`; output: file of the report.
+        replay: run a description under other schedules too, to see which change a result.
     """
 
     command: str
@@ -53,6 +54,7 @@ class Wish:
     save: Path | None = None
     form: str = "text"
     output: Path | None = None
+    replay: bool = False
 
 
 def run(wish: Wish) -> int:
@@ -68,7 +70,7 @@ def run(wish: Wish) -> int:
             raise ArgumentError(name, str(path), "a file in a folder that exists")
     suffix = Path(wish.target).suffix
     if suffix not in SUFFIXES:
-        for name, given in (("launch", wish.launch), ("save", wish.save)):
+        for name, given in (("launch", wish.launch), ("save", wish.save), ("replay", wish.replay or None)):
             if given is not None:
                 raise ArgumentError(name, str(given), "given with a .ptx, .cu or .toml file only")
         if wish.form != "text" and wish.output is None:
@@ -97,11 +99,14 @@ def _described(wish: Wish, suffix: str) -> int:
     try:
         ptx = text_of(source, arch or wanted.arch, wanted.options)
         outcome = launching.run(wanted, ptx, arch, wish.save, **wish.settings)
+        again = replay.trials(wanted, ptx, arch, outcome, **wish.settings) if wish.replay else []
     except (EmulatorError, BackendUnavailable, nvrtc.CompileError) as error:
         refused = Report(wish.target, [], REFUSED, refusal=f"{type(error).__name__}: {error}")
         refused.write(wish.form, wish.output, wish.command)
         return REFUSED
     code = FAILED if outcome.stopped else HAZARD if errors(outcome.hazards) else WRONG if outcome.wrong else 0
+    if code == 0 and any(one.stopped or one.wrong for one in again):
+        code = FAILED if any(one.stopped for one in again) else WRONG
     report = Report(
         wish.target,
         group(outcome.hazards, outcome.stopped),
@@ -112,6 +117,7 @@ def _described(wish: Wish, suffix: str) -> int:
         plain(outcome.launches),
         outcome.tensors,
         {name: asdict(found) for name, found in outcome.wrong.items()},
+        replay=again,
     )
     report.write(wish.form, wish.output, wish.command)
     return code

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from dsv4lib.emulator.gpu.names import shortened
 from dsv4lib.emulator.sanitize.findings import Finding, Site, clean
+from dsv4lib.emulator.sanitize.replay import Trial, sentences
 
 FORMATS = ("text", "json", "sarif")
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -35,6 +36,7 @@ class Report:
         launches, tensors, wrong: of a description: what ran, summaries, what is not as expected (plain data).
         arch, checks: what it ran with.
         refusal: why the target could not be run, "" if it could.
+        replay: runs under other schedules, the first run among them; [] if none was wished for.
     """
 
     target: str
@@ -47,6 +49,7 @@ class Report:
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
     refusal: str = ""
+    replay: list[Trial] = field(default_factory=list)
 
     @property
     def errors(self) -> int:
@@ -72,7 +75,9 @@ class Report:
         """Return plain data: findings and what ran."""
         facts = {"target": self.target, "arch": self.arch, "checks": self.checks, "exit_code": self.exit_code}
         found = {"refusal": self.refusal, "findings": [one.as_dict() for one in self.findings]}
-        return {"format": 1, **facts, **found, "launches": self.launches, "tensors": self.tensors, "wrong": self.wrong}
+        ran = {"launches": self.launches, "tensors": self.tensors, "wrong": self.wrong}
+        again = {"replay": [one.as_dict() for one in self.replay]} if self.replay else {}
+        return {"format": 1, **facts, **found, **ran, **again}
 
     # --- text -------------------------------------------------------------------------------------------------------
 
@@ -104,6 +109,8 @@ class Report:
                 f"{facts['got']} instead of {facts['want']}, largest error {facts['largest']:.3g}",
                 style="error",
             )
+        for style, text in sentences(self.replay, command, self.target) if self.replay else ():
+            line(text, style=style)
         lints = len(self.findings) - self.errors
         if self.findings or self.launches:
             verdict = f"{_count(self.errors, 'error')}, {_count(lints, 'lint')}"

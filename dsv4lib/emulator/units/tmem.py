@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsv4lib.emulator.errors import EmulatorError, Place
+from dsv4lib.emulator.errors import EmulatorError, HazardError, Place
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.cta import Cta
@@ -76,12 +76,12 @@ class Tmem:
         """Free an allocation.
 
         Raises:
-            EmulatorError: no allocation of that size starts there.
+            HazardError: no allocation of that size starts there.
         """
         held = self.allocations.get(address & 0xFFFF)
         if address >> 16 or held != columns:
             have = ", ".join(f"{n} columns at {c}" for c, n in sorted(self.allocations.items())) or "none"
-            raise EmulatorError(f"tcgen05.dealloc of {columns} columns at {address:#x}; allocations: {have}")
+            raise HazardError(f"tcgen05.dealloc of {columns} columns at {address:#x}; allocations: {have}")
         del self.allocations[address]
         self.owner[address : address + columns] = -1
         self.changed()

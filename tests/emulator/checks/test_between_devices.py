@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dsv4lib import emulator
-from dsv4lib.emulator.machine.policies import POLICIES, make_policy
+from dsv4lib.emulator.machine.directed import make_policy
+from dsv4lib.emulator.machine.policies import POLICIES
 from tests.emulator.driver.test_devices import RELAY, request
 from tests.emulator.launching import entry
 

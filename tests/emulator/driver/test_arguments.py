@@ -18,7 +18,7 @@ from dsv4lib.lab import cli  # noqa: E402
 BAD_SETTINGS = {
     "arch": ["sm_75", "", None, 100, ["sm_100a"], "SM_100A"],
     "seed": [-1, 1.0, "0", True, None],
-    "schedule": ["fifo", None, 0, ["random"]],
+    "schedule": ["fifo", None, 0, ["random"], "hold:", "hold:x", "hold:3@-1", "hold:3,", "3@1"],
     "checks": ["everything", None, 1, True, ["race"], ""],
     "fatal": ["nonsense", ["error", "nonsense"], 5, None, [1], {"error": 1}],
     "padding": [-1, 3, 1.0, True, "512", None],
