@@ -201,8 +201,8 @@ def clean(text: str) -> str:
 
 
 @functools.lru_cache(64)
-def _lines(file: str) -> tuple[str, ...]:
-    """The lines of a source file; none of anything else: its name comes from the PTX."""
+def source_lines(file: str) -> tuple[str, ...]:
+    """Read the lines of a source file; none of anything else: its name comes from the PTX."""
     path = Path(file)
     try:
         if path.suffix not in _SOURCES or not path.is_file() or path.stat().st_size > _MAX_SOURCE:
@@ -214,5 +214,5 @@ def _lines(file: str) -> tuple[str, ...]:
 
 def source_line(file: str, line: int) -> str:
     """Read one line of a source file, "" if it cannot be read."""
-    lines = _lines(file)
+    lines = source_lines(file)
     return clean(lines[line - 1].strip())[:200] if 1 <= line <= len(lines) else ""
