@@ -78,7 +78,7 @@ class Collector:
                 one.stopped,
                 max(size, 100),
                 number=one.number,
-                launches=self.launches,
+                left_out=self.launches - len(self.kept),
                 block=list(one.block),
                 **facts,
             )

@@ -167,7 +167,7 @@ def test_a_collector_keeps_the_first_launches_and_those_with_errors(tmp_path):
     collector._keep(bad)
     assert len(collector.kept) == LAUNCHES and collector.kept[-1] is bad
     made = collector.streams()
-    assert [one["launches"] for one in made] == [LAUNCHES + 3] * LAUNCHES and made[0]["block"] == [64, 1, 1]
+    assert [one["left_out"] for one in made] == [3] * LAUNCHES and made[0]["block"] == [64, 1, 1]
     assert made[-1]["findings"][0]["place"]["file"].endswith("sum.cu") and not made[0]["findings"]
 
 
