@@ -1,4 +1,4 @@
-"""The microscope in a real browser: any moment is the trace's, findings jump, a second report opens, nothing is asked.
+"""The microscope in a real browser: any moment is the trace's, findings jump, a second report opens, no request.
 
 Needs a Chromium: `DSV4_CHROMIUM=<executable>`, or one on PATH; without, the browser's part is skipped and says so.
 """
@@ -22,7 +22,9 @@ from dsv4lib.emulator.trace.trace import TMEM_KINDS, Trace
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.gemm_tile import faults, sm100
 from dsv4lib.pages.common.run_gemm import run_gemm
+from dsv4lib.pages.emulator.microscope import document
 from dsv4lib.viz import kinds
+from dsv4lib.viz.widgets import frame_html
 
 SETTINGS = ("bf16", "fp32", 128, 2)
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><!--<script>"
@@ -132,7 +134,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, written: dict[str, Path]) -> Iterator[Any]:
-    """The report of the broken kernel, open; at the end nothing was asked of anybody and nothing failed."""
+    """The report of the broken kernel, open; at the end there was no request and no failure."""
     tab = browser.new_page(viewport={"width": 1300, "height": 900})
     trouble: list[str] = []
     tab.on("pageerror", lambda error: trouble.append(str(error)))
@@ -280,6 +282,22 @@ def test_two_reports_side_by_side(opened: Any, written: dict[str, Path], right: 
     opened.locator("#link").uncheck()
     scrub.evaluate("(e) => { e.value = 10; e.dispatchEvent(new Event('input')); }")
     assert opened.evaluate("microscope.views[1].time") == b
+
+
+def test_a_frame_in_a_notebook(browser: Any, broken: Any, tmp_path: Path) -> None:
+    """The page within another, as a notebook shows it: it works, and cannot reach the page around it."""
+    held = document(broken.trace, broken.hazards, {0x10400: "full 0"}, "in a notebook")
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><title>around</title>{frame_html(held, 'microscope', 700)}")
+    tab = browser.new_page()
+    tab.goto(path.as_uri())
+    inside = tab.frame_locator("iframe")
+    inside.locator(".findings button").first.click()
+    assert "639" in inside.locator("[data-part=moment]").inner_text()
+    assert inside.locator("[data-part=barriers]").get_by_text("full 0", exact=True).is_visible()
+    frame = next(one for one in tab.frames if one.parent_frame)
+    assert frame.evaluate("(() => { try { return parent.document.title; } catch { return 'apart'; } })()") == "apart"
+    tab.close()
 
 
 def test_narrow_and_dark(browser: Any, written: dict[str, Path]) -> None:

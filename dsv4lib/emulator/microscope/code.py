@@ -23,6 +23,8 @@ def shown(file: str) -> str:
     if not file:
         return ""
     path = Path(file)
+    if path.parent.name.startswith("ipykernel_"):
+        return f"notebook cell {path.stem[:4]}"
     if not path.is_absolute():
         return clean(file)
     near = os.path.relpath(path)
