@@ -184,7 +184,13 @@ def test_warps_stand_where_the_trace_says(opened: Any, broken: Any) -> None:
             assert one["state"] == "wait" or not len(marks) or one["line"] == marks["line"][-1]
 
 
+def settle(tab: Any) -> None:
+    """Wait until what was asked for is drawn."""
+    tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
 def readout(tab: Any) -> str:
+    settle(tab)
     return tab.locator("[data-part=moment]").first.inner_text()
 
 
@@ -208,7 +214,11 @@ def test_the_scrubber_moves_every_panel(opened: Any) -> None:
 
 def test_wheel_drag_and_keys(opened: Any) -> None:
     line = opened.locator("canvas.timeline")
-    view = lambda: opened.evaluate("microscope.views[0].timeline.view")  # noqa: E731
+
+    def view() -> list[float]:
+        settle(opened)
+        return opened.evaluate("microscope.views[0].timeline.view")
+
     box = line.bounding_box()
     whole = view()
     x, y = box["x"] + box["width"] / 2, box["y"] + 60
@@ -238,6 +248,7 @@ def test_wheel_drag_and_keys(opened: Any) -> None:
 def test_a_finding_jumps_to_its_moment_and_lines(opened: Any, broken: Any) -> None:
     first = broken.trace.hazards[0]
     opened.locator(".findings button").first.click()
+    settle(opened)
     time, cta, event = opened.evaluate("(({time, cta, event}) => [time, cta, event])(microscope.views[0])")
     assert (time, cta) == (int(first["time"]), int(first["cta"])) and abs(event - int(first["event"])) <= 1
     hazard = broken.hazards[0]
@@ -258,6 +269,7 @@ def test_a_click_on_an_operation_shows_who_issued_it(opened: Any, broken: Any) -
       return [line.x((bar.from + bar.to) / 2), 22 + 19 * track + 9, bar.row]; }"""
     x, y, row = opened.evaluate(at)
     opened.locator("canvas.timeline").click(position={"x": x, "y": y})
+    settle(opened)
     said = opened.locator("[data-part=chosen]").inner_text()
     op = broken.trace.ops[row]
     assert said.startswith(broken.trace.labels[row]) and f"issued by warp {op['warp']}" in said
@@ -293,6 +305,7 @@ def test_a_frame_in_a_notebook(browser: Any, broken: Any, tmp_path: Path) -> Non
     tab.goto(path.as_uri())
     inside = tab.frame_locator("iframe")
     inside.locator(".findings button").first.click()
+    inside.locator("[data-part=source] .current").wait_for()
     assert "639" in inside.locator("[data-part=moment]").inner_text()
     assert inside.locator("[data-part=barriers]").get_by_text("full 0", exact=True).is_visible()
     frame = next(one for one in tab.frames if one.parent_frame)

@@ -143,16 +143,26 @@ class View {
     }));
   }
 
-  /** Draw everything as it is at the moment. */
+  /** Say the moment at once, and draw it with the next frame: a fast scrub draws the last of many. */
   show() {
-    const { launch, cta, event, time } = this;
-    const warps = warpsAt(launch, cta, time);
-    const { findings } = launch.raw;
+    const { event, time } = this;
     const scrub = this.part("scrub");
     scrub.value = String(this.number);
     const readout = `event ${event < 0 ? "none" : event.toLocaleString("en")}, after ${time.toLocaleString("en")} warp-instructions`;
     scrub.setAttribute("aria-valuetext", readout);
     this.part("moment").textContent = readout;
+    if (this.waiting) return;
+    this.waiting = true;
+    window.requestAnimationFrame(() => {
+      this.waiting = false;
+      this.draw();
+    });
+  }
+
+  draw() {
+    const { launch, cta, event, time } = this;
+    const warps = warpsAt(launch, cta, time);
+    const { findings } = launch.raw;
     this.timeline.moveTo(time);
     const mine = warps.find((one) => one.warp === this.selected.warp);
     const line = this.selected.line !== undefined ? this.selected.line : mine ? mine.line : -1;
@@ -164,11 +174,13 @@ class View {
     fill(this.part("barriers"), ...barrierPanel(launch, cta, event, warps));
     fill(this.part("tmem"), ...tmemPanel(launch, cta, event));
     fill(this.part("smem"), ...smemPanel(launch, cta, event));
+    if (this.drawn && this.drawn.launch === launch && this.drawn.line === line) return;
+    this.drawn = { launch, line };
     for (const [name, made] of [["source", sourcePanel(launch, line, findings)], ["ptx", ptxPanel(launch, line, findings)]]) {
       this.part(`${name}-title`).textContent = made.title;
       fill(this.part(name), ...made.nodes);
-      centre(this.part(name));
     }
+    for (const name of ["source", "ptx"]) centre(this.part(name));
   }
 
   chosenText(mine) {

@@ -15,7 +15,7 @@ const BYTES = {
   "tcgen05.cp": ["--k-cp-read", "read by tcgen05.cp"],
 };
 const SMEM_ACROSS = 64; // cells of 16 bytes in a row: 1 KiB
-const AROUND = 40; // lines of code before and after the current one
+const AROUND = 25; // lines of code before and after the current one
 const LISTED = 8; // ranges that a text lists
 
 function element(tag, attributes = {}, ...children) {
