@@ -229,6 +229,9 @@ Form = Annotated[str, typer.Option("--format", help="of the report: text, json o
 Output = Annotated[
     Path | None, typer.Option(help="file of the report [default: text to standard error, json and sarif to output]")
 ]
+Page = Annotated[
+    Path | None, typer.Option("--report", help="write an HTML file that shows the launches moment by moment")
+]
 Describe = Annotated[bool, typer.Option("--describe", help=".ptx, .cu: print a launch description to fill in")]
 Replay = Annotated[
     bool, typer.Option("--replay", help=".ptx, .cu: run it again under other schedules; say which change the result")
@@ -250,6 +253,7 @@ def emulate(
     save: Save = None,
     form: Form = "text",
     output: Output = None,
+    report: Page = None,
     describe: Describe = False,
 ) -> None:
     """Run a CuTeDSL script, unmodified, or PTX on an emulated GPU. The exit code is the script's (90: a hazard).
@@ -261,7 +265,7 @@ def emulate(
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
     settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
-    _run_target("dsv4 emulate", target, arguments, arch, settings, launch, save, form, output, describe)
+    _run_target("dsv4 emulate", target, arguments, arch, settings, launch, save, form, output, report, describe)
 
 
 @app.command(context_settings=RUNS_ANYTHING)
@@ -279,6 +283,7 @@ def sanitize(
     save: Save = None,
     form: Form = "text",
     output: Output = None,
+    report: Page = None,
     describe: Describe = False,
     replay: Replay = False,
 ) -> None:
@@ -290,18 +295,18 @@ def sanitize(
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
     settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
-    _run_target("dsv4 sanitize", target, arguments, arch, settings, launch, save, form, output, describe, replay)
+    _run_target("dsv4 sanitize", target, arguments, arch, settings, launch, save, form, output, report, describe, replay)
 
 
 def _run_target(
     command: str, target: str, given: list[str] | None, arch: str, settings: dict[str, Any], launch: Path | None,
-    save: Path | None, form: str, output: Path | None, describe: bool, replay: bool = False,
+    save: Path | None, form: str, output: Path | None, report: Path | None, describe: bool, replay: bool = False,
 ) -> None:  # fmt: skip
     from dsv4lib.emulator.sanitize import command as sanitizer
 
     if describe:
         raise typer.Exit(sanitizer.describe(command, target, arch))
-    wish = sanitizer.Wish(command, target, given or [], arch, settings, launch, save, form, output, replay)
+    wish = sanitizer.Wish(command, target, given or [], arch, settings, launch, save, form, output, report, replay)
     raise typer.Exit(sanitizer.run(wish))
 
 

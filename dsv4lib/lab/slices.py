@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dsv4lib.lab.stage import Negative
 
 # Calls that only draw or print: by the last part of their name, or by the module that they come from.
-DRAWING = ("show", "show_table", "print", "display", "explore")
+DRAWING = ("show", "show_table", "print", "display", "explore", "show_microscope")
 DRAWING_MODULES = ("viz", "views")
 CARD, VERDICT = "lab.card", "lab.verdict"
 LEFT_OUT = "skip-execution"  # nbclient's tag of cells that it does not execute

@@ -3,7 +3,7 @@
 `explore` calls a function of the reader's choices. With a person in front of the notebook it builds ipywidgets controls
 and calls the function in the kernel on every change. Headless (the runner sets DSV4_HEADLESS=1) nothing interactive is
 emitted: the default state is shown in full and the states that matter follow as small multiples, so a report needs no
-JavaScript and loses nothing.
+JavaScript and loses nothing. `framed` does the same for a page with scripts of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import INK, WIDTH, alt_text, drawn, headless, new_figure, set_alt, show, to_png
+from dsv4lib.viz.style import GRID, INK, WIDTH, alt_text, drawn, headless, new_figure, set_alt, show, to_png
 
 Draw = Callable[..., tuple[Figure, str]]
 
@@ -42,6 +42,33 @@ def explore(
         _twin(draw, start, [{**start, **state} for state in states])
     else:
         _live(draw, controls, start)
+
+
+def framed(document: str, title: str, twin: Callable[[], Sequence[Figure]], height: int = 900) -> None:
+    """Show a page that draws itself in a frame. Where no reader is, show fixed figures in its place.
+
+    The frame holds the page itself, not its address, and a sandbox keeps it from this page and from the network.
+
+    Args:
+        document: HTML of a page that needs nothing else.
+        title: of the frame, for who hears it.
+        twin: makes the figures that say the same; called where no reader is.
+        height: of the frame, in pixels.
+    """
+    if headless():
+        for figure in twin():
+            show(figure)
+        return
+    from IPython.display import display
+
+    display({"text/html": frame_html(document, title, height), "text/plain": title}, raw=True)
+
+
+def frame_html(document: str, title: str, height: int) -> str:
+    """Return a sandboxed frame that holds ``document``."""
+    held, name = (html.escape(text, quote=True) for text in (document, title))
+    style = f"width:100%;height:{height}px;border:1px solid {GRID};border-radius:6px"
+    return f'<iframe title="{name}" sandbox="allow-scripts" style="{style}" srcdoc="{held}"></iframe>'
 
 
 def _start(controls: dict[str, Sequence[Any]], chosen: dict[str, Any]) -> dict[str, Any]:

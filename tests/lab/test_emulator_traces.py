@@ -2,11 +2,12 @@
 
 import functools
 import json
+import linecache
 
 import numpy as np
 import pytest
 
-from dsv4lib.emulator.trace.perfetto import lanes_of, save
+from dsv4lib.emulator.trace.perfetto import chrome_trace, lanes_of, save
 from dsv4lib.emulator.trace.trace import TMEM_KINDS, unpack_lanes
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.gemm_tile.faults import FAULTS
@@ -122,12 +123,31 @@ def test_perfetto_file(tmp_path):
     loaded = json.loads(save(trace, tmp_path / "t.json").read_text())
     slices = [e for e in loaded["traceEvents"] if e["ph"] == "X"]
     assert len(slices) == len(trace.states) + len(trace.ops)
+    lines = dict(zip(trace.lines.tolist(), zip(trace.texts, trace.sources, strict=True), strict=True))
+    for e in slices:
+        text, source = lines.get(e["args"]["ptx_line"], ("", ""))
+        assert (e["args"].get("ptx", ""), e["args"].get("source", "")) == (text, source)
+    assert sum("sm100.py:" in e["args"].get("source", "") for e in slices) > len(slices) // 2
     by_thread: dict = {}
     for e in slices:
         if e["tid"] >= 1000:
             by_thread.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
     assert by_thread
     assert lanes_of(np.array([0, 1, 2, 5]), np.array([3, 2, 9, 6])).tolist() == [0, 1, 1, 0]
+
+
+def test_perfetto_shows_what_the_checks_report():
+    trace = run_gemm(FAULTS["early_release"], SHAPE, SETTINGS, seed=3).trace
+    instants = [e for e in chrome_trace(trace)["traceEvents"] if e["ph"] == "i"]
+    assert len(instants) == len(trace.hazards) > 0
+    for e, row in zip(instants, trace.hazards, strict=True):
+        assert (e["name"], e["ts"], e["args"]["ptx_line"]) == (str(row["kind"]), int(row["time"]), int(row["line"]))
+        assert "cute." in linecache.getline(*located(e["args"]["source"]))
+
+
+def located(source: str) -> tuple[str, int]:
+    file, _, line = source.rpartition(":")
+    return file, int(line)
 
 
 FOUND_BY = {

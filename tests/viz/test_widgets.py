@@ -1,5 +1,7 @@
 """The explorer: sliders with a kernel, fixed figures without, and nothing from a figure runs as HTML."""
 
+from html.parser import HTMLParser
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -56,6 +58,29 @@ def test_live_controls_call_the_function(monkeypatch, outputs):
     assert readout.value == "m 64, name c: name='c' is not allowed: 'a' or 'b'" and picture.value == ""
     name.value = "b"
     assert readout.value == "m 64, name b: 64 of b" and picture.value.startswith("<img ")
+
+
+PAGE = '<!doctype html><p title="a">it\'s & <b>so</b></p>'
+
+
+def test_a_frame_holds_a_page_and_lets_it_reach_nothing(monkeypatch, outputs):
+    monkeypatch.delenv("DSV4_HEADLESS", raising=False)
+    widgets.framed(PAGE, 'a "title"', lambda: pytest.fail("there is a reader"), height=300)
+    (bundle,) = outputs
+    found = {}
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: found.setdefault(tag, dict(attrs))
+    parser.feed(bundle["text/html"])
+    assert set(found) == {"iframe"} and bundle["text/plain"] == 'a "title"'
+    frame = found["iframe"]
+    assert frame["srcdoc"] == PAGE and frame["title"] == 'a "title"' and "height:300px" in frame["style"]
+    assert frame["sandbox"] == "allow-scripts"
+
+
+def test_without_a_reader_a_frame_is_its_figures(monkeypatch, outputs):
+    monkeypatch.setenv("DSV4_HEADLESS", "1")
+    widgets.framed(PAGE, "t", lambda: [style.new_figure(1.0, 2.0, alt=f"moment {i}") for i in range(2)])
+    assert [output.alt for output in outputs] == ["moment 0", "moment 1"]
 
 
 def test_unknown_controls_and_values_are_named():

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,7 @@ class Device:
         launches: every launch so far, in order.
         before: race detector of the latest launch, if the next one on its stream may overlap it.
         tracing: record a trace of every launch; trace: that of the latest one, also if it failed.
+        observer: called with the request and the result of every launch that ends.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Device:
         self.launches: list[Launch] = []
         self.tracing = tracing
         self.trace: Trace | None = None
+        self.observer: Callable[[LaunchRequest, LaunchResult], None] | None = None
         self.before: Detector | None = None
         self._stream = 0
         self._allocated = 0  # bytes
@@ -116,6 +118,8 @@ class Device:
     def ran(self, request: LaunchRequest, result: LaunchResult) -> None:
         """Keep what came of a launch."""
         self.launches.append(Launch(request, result))
+        if self.observer is not None:
+            self.observer(request, result)
 
     def synchronize(self) -> None:
         """Run what is queued on this device and on the others of its group."""

@@ -31,13 +31,17 @@ def main(job: dict[str, Any]) -> int:
     args, arch, findings = job.pop("args"), job.pop("arch"), job.pop("findings")
     from dsv4lib.emulator.checks import errors
     from dsv4lib.emulator.driver.device import device
+    from dsv4lib.emulator.microscope.collect import Collector
+    from dsv4lib.emulator.microscope.page import write_page
 
     _end_with_parent()
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
-    code, hazards, stopped = 0, [], None
+    code, hazards, stopped, collector = 0, [], None, None
     try:
         with device(arch, default_device="cpu", **job) as gpu:
+            if findings["page"] is not None:
+                collector = Collector(gpu)
             try:
                 runpy.run_path(str(script), run_name="__main__")
             except SystemExit as stop:
@@ -55,9 +59,13 @@ def main(job: dict[str, Any]) -> int:
         if stopped is not None:
             stopped.__notes__ = []  # what was reported before is among the findings
             hazards += stopped.hazards
+            if collector is not None:
+                collector.stopped(stopped)
         _print(error)
         code = FAILED if stopped is not None else REFUSED if isinstance(error, DSV4Error) else 1
     _write(findings, str(script), hazards, stopped, code, arch, job["checks"])
+    if collector is not None:
+        write_page(Path(findings["page"]), collector, str(script), findings["command"], job["checks"])
     return code
 
 

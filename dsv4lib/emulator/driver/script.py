@@ -65,7 +65,7 @@ def emulate(
         arch: an architecture of the emulator, or "auto".
         seed, schedule, checks, sm_count, time_limit, instruction_limit, memory_limit: as `device` takes them.
         report: how findings are written: ``form`` ("text", "json", "sarif"), ``output`` (a file, None: standard error)
-            and ``command``, the name in front of messages.
+            ``command``, the name in front of messages, and ``page``, an HTML file that shows the launches.
 
     Returns:
         the exit code (see the module).
@@ -94,7 +94,7 @@ def emulate(
     target = FIRST if arch == "auto" else arch
     make(target, **settings)  # refuses bad settings before anything is started
     need_packages()
-    findings = {"form": "text", "output": None, "command": "dsv4 emulate", **(report or {})}
+    findings = {"form": "text", "output": None, "command": "dsv4 emulate", "page": None, **(report or {})}
     tried: list[str] = []
     while True:
         tried.append(target)

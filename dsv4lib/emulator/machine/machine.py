@@ -141,6 +141,8 @@ class Machine:
         known = self.hazards.setdefault(hazard.key(), hazard)
         if known is not hazard:
             known.count += 1
+        elif self.trace is not None:
+            self.trace.hazard(hazard)
         if self.settings.fatal & {kind, hazard.severity, "all"}:
             raise HazardError(f"{kind}: {message}", place)
         return known

@@ -187,7 +187,7 @@ class Scheduler:
         if self.machine.race is not None:
             self.machine.race.warp = warp
         if self.trace is not None:
-            self.trace.stores(warp)
+            self.trace.serves(warp, instr)
         if pc in self._aligned and warp.words[MASK] != warp.words[LIVE] and warp.pending is None:
             report_diverged(warp, instr, warp.words[LIVE] & ~warp.words[MASK])
         try:

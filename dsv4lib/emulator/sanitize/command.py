@@ -22,6 +22,7 @@ from dsv4lib.emulator.driver.arch import ARCHITECTURES
 from dsv4lib.emulator.driver.script import FAILED, HAZARD, REFUSED, emulate
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.gpu.module import read_text
+from dsv4lib.emulator.microscope.page import write_page
 from dsv4lib.emulator.sanitize import description, launching, replay, skeleton
 from dsv4lib.emulator.sanitize.findings import group
 from dsv4lib.emulator.sanitize.report import FORMATS, Report, plain
@@ -41,7 +42,7 @@ class Wish:
         target: a .ptx, .cu or .toml file, or a script with its ``arguments``.
         arch: or "auto". settings: of the device, as `emulator.device` takes them.
         launch: description of a .ptx or .cu file, default: the .toml file beside it. save: .npz for the tensors.
-        form: one of `FORMATS`; output: file of the report.
+        form: one of `FORMATS`; output: file of the report. page: HTML file that shows the launches.
         replay: run a description under other schedules too, to see which change a result.
     """
 
@@ -54,6 +55,7 @@ class Wish:
     save: Path | None = None
     form: str = "text"
     output: Path | None = None
+    page: Path | None = None
     replay: bool = False
 
 
@@ -65,7 +67,7 @@ def run(wish: Wish) -> int:
     """
     arguments.one_of("format", wish.form, FORMATS)
     arguments.one_of("arch", wish.arch, ("auto", *ARCHITECTURES))
-    for name, path in (("output", wish.output), ("save", wish.save)):
+    for name, path in (("output", wish.output), ("save", wish.save), ("report", wish.page)):
         if path is not None and not path.resolve().parent.is_dir():
             raise ArgumentError(name, str(path), "a file in a folder that exists")
     suffix = Path(wish.target).suffix
@@ -76,7 +78,7 @@ def run(wish: Wish) -> int:
         if wish.form != "text" and wish.output is None:
             raise ArgumentError("output", None, f"a file: the script writes to standard output, not {wish.form}")
         report = {"form": wish.form, "output": None if wish.output is None else str(wish.output.resolve())}
-        label = {"command": wish.command}
+        label = {"command": wish.command, "page": None if wish.page is None else str(wish.page.resolve())}
         return emulate(wish.target, list(wish.arguments), wish.arch, **wish.settings, report=report | label)
     if wish.arguments:
         raise ArgumentError(
@@ -98,7 +100,7 @@ def _described(wish: Wish, suffix: str) -> int:
     arch = None if wish.arch == "auto" else wish.arch
     try:
         ptx = text_of(source, arch or wanted.arch, wanted.options)
-        outcome = launching.run(wanted, ptx, arch, wish.save, **wish.settings)
+        outcome = launching.run(wanted, ptx, arch, wish.save, wish.page is not None, **wish.settings)
         again = replay.trials(wanted, ptx, arch, outcome, **wish.settings) if wish.replay else []
     except (EmulatorError, BackendUnavailable, nvrtc.CompileError) as error:
         refused = Report(wish.target, [], REFUSED, refusal=f"{type(error).__name__}: {error}")
@@ -120,6 +122,8 @@ def _described(wish: Wish, suffix: str) -> int:
         replay=again,
     )
     report.write(wish.form, wish.output, wish.command)
+    if outcome.collector is not None and wish.page is not None:
+        write_page(wish.page, outcome.collector, wish.target, wish.command, report.checks)
     return code
 
 

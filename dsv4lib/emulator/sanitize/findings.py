@@ -6,6 +6,7 @@ A finding has both accesses with their source text, what the kernel did, and wha
 from __future__ import annotations
 
 import functools
+import linecache
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -201,9 +202,11 @@ def clean(text: str) -> str:
 
 
 @functools.lru_cache(64)
-def _lines(file: str) -> tuple[str, ...]:
-    """The lines of a source file; none of anything else: its name comes from the PTX."""
+def source_lines(file: str) -> tuple[str, ...]:
+    """Read the lines of a source file, or of a notebook's cell; none of anything else: its name comes from the PTX."""
     path = Path(file)
+    if path.parent.name.startswith("ipykernel_"):  # a cell has no file: IPython keeps its lines here
+        return tuple(line.rstrip("\n") for line in linecache.getlines(file))
     try:
         if path.suffix not in _SOURCES or not path.is_file() or path.stat().st_size > _MAX_SOURCE:
             return ()
@@ -214,5 +217,5 @@ def _lines(file: str) -> tuple[str, ...]:
 
 def source_line(file: str, line: int) -> str:
     """Read one line of a source file, "" if it cannot be read."""
-    lines = _lines(file)
+    lines = source_lines(file)
     return clean(lines[line - 1].strip())[:200] if 1 <= line <= len(lines) else ""

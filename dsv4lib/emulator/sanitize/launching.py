@@ -16,6 +16,7 @@ from dsv4lib.emulator.driver.device import ALIGNMENT, Device
 from dsv4lib.emulator.errors import Deadlock, EmulatorError, HazardError, LimitExceeded, MemoryFault
 from dsv4lib.emulator.machine.cta import aligned_zeros
 from dsv4lib.emulator.machine.limits import BYTES
+from dsv4lib.emulator.microscope.collect import Collector
 from dsv4lib.emulator.sanitize import numbers
 from dsv4lib.emulator.sanitize.description import Description, Expectation, Tensor, argument
 from dsv4lib.errors import ArgumentError
@@ -42,7 +43,7 @@ class Outcome:
         hazards: of all launches, also of the one that was stopped.
         stopped: the error that stopped a launch, or None.
         launches: that ended. tensors: summaries of what changed, by name. wrong: what is not as expected, by name.
-        arch: architecture that ran.
+        arch: architecture that ran. collector: traces of the launches, None where none were wanted.
     """
 
     hazards: list[Hazard] = field(default_factory=list)
@@ -51,14 +52,18 @@ class Outcome:
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     wrong: dict[str, numbers.Difference] = field(default_factory=dict)
     arch: str = ""
+    collector: Collector | None = None
 
 
-def run(wanted: Description, ptx: str, arch: str | None, save: Path | None, **settings: Any) -> Outcome:
+def run(
+    wanted: Description, ptx: str, arch: str | None, save: Path | None, tracing: bool = False, **settings: Any
+) -> Outcome:
     """Run a description on the kernels of a PTX text.
 
     Args:
         arch: in place of the description's and the text's own.
         save: .npz file for all tensors as the launches left them; types that numpy lacks as float32.
+        tracing: keep traces of the launches.
         settings: of the device, as `emulator.device` takes them.
 
     Raises:
@@ -72,7 +77,7 @@ def run(wanted: Description, ptx: str, arch: str | None, save: Path | None, **se
     for name, tensor in wanted.tensors.items():
         if tensor.expect is not None:  # a wrong one is refused before anything is launched
             _wanted(tensor.expect, numbers.decode(arrays[name], tensor.dtype), name, wanted, arrays)
-    outcome = Outcome(arch=module.device.arch.name)
+    outcome = Outcome(arch=module.device.arch.name, collector=Collector(module.device) if tracing else None)
     planned = []
     for i, one in enumerate(wanted.launches):
         args = [argument(f"launch[{i}].args[{j}]", value, arrays, wanted.maps) for j, value in enumerate(one.args)]
@@ -86,6 +91,8 @@ def run(wanted: Description, ptx: str, arch: str | None, save: Path | None, **se
                 raise
             outcome.stopped = error
             outcome.hazards += error.hazards
+            if outcome.collector is not None:
+                outcome.collector.stopped(error)
             break
         outcome.hazards += result.hazards
         outcome.launches.append(Ran(kernel.name, one.grid, one.block, result.instructions, result.seconds))

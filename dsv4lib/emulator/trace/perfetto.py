@@ -4,7 +4,8 @@ The JSON opens in ui.perfetto.dev and chrome://tracing.
 
 One process a CTA: a thread a warp (run and wait), a thread an asynchronous unit (issue to completion, on lanes of their
 own where they overlap), counters for the mbarriers' phases. A microsecond stands for one executed warp-instruction:
-order and overlap are real, durations are not times of a GPU.
+order and overlap are real, durations are not times of a GPU. Every slice names its PTX line, the instruction and the
+line of the source; what a check reports is an instant of its CTA.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _UNITS = 1000  # thread numbers of units start here
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
     """Make a JSON object with ``traceEvents``, a microsecond per warp-instruction."""
-    events = [*_names(trace), *_warps(trace), *_operations(trace), *_barriers(trace)]
+    events = [*_names(trace), *_warps(trace), *_operations(trace), *_barriers(trace), *_hazards(trace)]
     return {"traceEvents": events, "otherData": {"kernel": trace.kernel, "clock": "warp-instructions"}}
 
 
@@ -60,9 +61,9 @@ def _names(trace: Trace) -> list[dict[str, Any]]:
 
 def _warps(trace: Trace) -> list[dict[str, Any]]:
     """Run and wait stretches."""
-    out = []
+    out, code = [], _code(trace)
     for row in trace.states:
-        args = {"ptx_line": int(row["line"])}
+        args = _where(code, int(row["line"]))
         if row["barrier"] >= 0:
             args["barrier"] = f"{int(row['barrier']):#x}"
         name = "run" if row["state"] == "run" else f"wait: {row['reason']}"
@@ -73,7 +74,7 @@ def _warps(trace: Trace) -> list[dict[str, Any]]:
 def _operations(trace: Trace) -> list[dict[str, Any]]:
     """Asynchronous operations; those that overlap in one unit get threads of their own."""
     out: list[dict[str, Any]] = []
-    ops, thread = trace.ops, _UNITS
+    ops, thread, code = trace.ops, _UNITS, _code(trace)
     ends = np.where(ops["done_time"] < 0, trace.time, ops["done_time"])
     for cta, unit in sorted({(int(o["cta"]), str(o["unit"])) for o in ops}):
         rows = np.nonzero((ops["cta"] == cta) & (ops["unit"] == unit))[0]
@@ -82,7 +83,7 @@ def _operations(trace: Trace) -> list[dict[str, Any]]:
             name = {"name": f"{unit} {lane}" if lane else unit}
             out.append({"ph": "M", "name": "thread_name", "pid": cta, "tid": thread + lane, "args": name})
         for row, lane in zip(rows, lanes.tolist(), strict=True):
-            args = {"ptx_line": int(ops["line"][row]), "warp": int(ops["warp"][row]), "order": int(row)}
+            args = _where(code, int(ops["line"][row])) | {"warp": int(ops["warp"][row]), "order": int(row)}
             if ops["done_event"][row] < 0:
                 args["note"] = "never completed"
             label = trace.labels[row]
@@ -103,6 +104,36 @@ def _barriers(trace: Trace) -> list[dict[str, Any]]:
         }
         for row in trace.mbarriers
     ]
+
+
+def _hazards(trace: Trace) -> list[dict[str, Any]]:
+    """First reports of the checks."""
+    code = _code(trace)
+    return [
+        {
+            "ph": "i",
+            "s": "p",
+            "name": str(row["kind"]),
+            "cat": "hazard",
+            "pid": max(int(row["cta"]), 0),
+            "tid": max(int(row["warp"]), 0),
+            "ts": int(row["time"]),
+            "args": _where(code, int(row["line"])) | {"against_ptx_line": int(row["owner"])},
+        }
+        for row in trace.hazards
+    ]
+
+
+def _code(trace: Trace) -> dict[int, tuple[str, str]]:
+    """The instruction and the source line of each PTX line."""
+    texts = trace.texts or [str(name) for name in trace.opcodes]
+    return dict(zip(trace.lines.tolist(), zip(texts, trace.sources, strict=True), strict=True))
+
+
+def _where(code: dict[int, tuple[str, str]], line: int) -> dict[str, Any]:
+    """What a slice says of its place."""
+    text, source = code.get(line, ("", ""))
+    return {"ptx_line": line, **({"ptx": text} if text else {}), **({"source": source} if source else {})}
 
 
 def _slice(name: str, kind: str, row: np.void, thread: int, start: int, end: int, args: dict) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dsv4lib.emulator.trace import trace as tables
 from dsv4lib.emulator.trace.trace import Trace, pack_lanes
 
 if TYPE_CHECKING:
+    from dsv4lib.emulator.checks.report import Hazard
     from dsv4lib.emulator.machine.async_units import AsyncOp
     from dsv4lib.emulator.machine.cta import Cta
     from dsv4lib.emulator.machine.interfaces import MachineView
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.units.operand import Operand
 
 _EXECUTED = abi.CONTEXT.fields["executed"][1] // 8
+_TABLES = (
+    *("boxes", "mmas", "tmem", "smem", "mbarriers", "named", "states", "fences", "peers", "steps", "marks"),
+    "hazards",
+)
 _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
 
 
@@ -47,12 +52,10 @@ class Recorder:
         self._labels: list[Any] = []
         self._chunks: list[np.ndarray] = []
         self._tensors: dict[Any, int] = {}
-        self._tables: dict[str, list[tuple]] = {
-            name: []
-            for name in ("boxes", "mmas", "tmem", "smem", "mbarriers", "named", "states", "fences", "peers", "steps")
-        }
+        self._tables: dict[str, list[tuple]] = {name: [] for name in _TABLES}
         self._stretch: dict[int, tuple[Any, ...]] = {}  # by agent: start of the running stretch
         self._dirty: dict[int, np.ndarray] = {}  # by CTA: unfenced writers at the last look
+        self._stands: dict[int, int] = {}  # by agent: PTX line of the latest mark
 
     def counting_records(self) -> np.ndarray:
         """Copy the program's records. Their ``pad`` field counts executions (native/driver_ir.py)."""
@@ -92,6 +95,17 @@ class Recorder:
         if known is None or known[3] == "wait":
             self._end_stretch(warp)
             self._stretch[warp.agent] = (*self._place(warp), "run", "", -1, self._now())
+        self._mark(warp, self._place(warp))
+
+    def serves(self, warp: Warp, instr: Instr) -> None:
+        """Record that a warp comes to a service."""
+        self.stores(warp)
+        self._mark(warp, self._origin(warp, instr))
+
+    def _mark(self, warp: Warp, place: tuple[int, int, int]) -> None:
+        if self._stands.get(warp.agent) != place[2]:
+            self._stands[warp.agent] = place[2]
+            self._tables["marks"].append((*place, self._now()))
 
     def slice_ends(self, warp: Warp) -> None:
         """Record the end of a warp's slice."""
@@ -255,6 +269,20 @@ class Recorder:
         """Record a tcgen05.fence."""
         self._tables["fences"].append((*self._when(), *self._origin(warp, instr), when))
 
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def hazard(self, hazard: Hazard) -> None:
+        """Record that a check reports a hazard for the first time."""
+        place, owner = hazard.place, 0 if hazard.owner is None else hazard.owner.ptx_line
+        cta = warp = -1
+        if place is not None and place.cta is not None:
+            (x, y, z), (gx, gy, _) = place.cta, self.machine.grid
+            cta = x + gx * (y + gy * z)
+        if place is not None and place.warp is not None:
+            warp = place.warp
+        line = 0 if place is None else place.ptx_line
+        self._tables["hazards"].append((self.events, self._now(), cta, warp, line, owner, hazard.kind))
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> Trace:
@@ -282,6 +310,7 @@ class Recorder:
             lines=np.array([i.line for i in program.instructions], np.int32),
             opcodes=np.array([i.opcode for i in program.instructions]),
             executed=executed,
+            texts=[i.text for i in program.instructions],
             sources=[program.python_line(i) for i in program.instructions],
             stats=machine.stats,
             **arrays,

@@ -61,6 +61,11 @@ PEERS = np.dtype([*_WHEN, *_WHO, ("what", "U12"), ("device", "<i4"), ("address",
 STEPS = np.dtype([("time", "<i8"), ("common", "<i8")])
 TMEM_KINDS = ("mma", "ld", "st", "cp", "A")  # what `TMEM.what` can be
 FENCES = np.dtype([*_WHEN, *_WHO, ("what", "U24")])
+# Where a warp stood: at the start of a slice, and at each service that is not the one before. No event of its own.
+MARKS = np.dtype([*_WHO, ("time", "<i8")])
+# The first report of a hazard, in the order of the launch's result. event: the next one when it was reported; line,
+# owner: PTX lines of the access and of what it conflicts with, 0 where there is none.
+HAZARDS = np.dtype([*_WHEN, *_WHO, ("owner", "<i4"), ("kind", "U40")])
 
 
 def pack_lanes(lanes: Iterable[int]) -> np.ndarray:
@@ -82,11 +87,12 @@ class Trace:
     Attributes:
         kernel, grid, smem_bytes: of the launch; a CTA's number is x + grid_x (y + grid_y z).
         events, time: how many records; logical time at the end.
-        ops, boxes, mmas, tmem, smem, mbarriers, named, states, fences, peers, steps: arrays of the dtypes above.
+        ops, boxes, mmas, tmem, smem, mbarriers, named, states, fences, peers, steps, marks, hazards: arrays of the
+            dtypes above.
         labels: text of each row of ``ops``; chunks: chunk numbers of each row of ``smem``.
         tensors: tensor maps that boxes refer to, in order of appearance.
         lines, opcodes, executed: PTX line, opcode and number of executions of each instruction, not counting those that
-            no lane took part in; sources: its Python line, ``file:line``, or "".
+            no lane took part in; sources: its Python line, ``file:line``, or ""; texts: of the PTX.
         stats: counts by name, as in the launch's result.
     """
 
@@ -114,6 +120,9 @@ class Trace:
     executed: np.ndarray
     sources: list[str] = field(repr=False)
     stats: Counter[str]
+    texts: list[str] = field(default_factory=list, repr=False)
+    marks: np.ndarray = field(default_factory=lambda: np.empty(0, MARKS), repr=False)
+    hazards: np.ndarray = field(default_factory=lambda: np.empty(0, HAZARDS), repr=False)
 
     def common(self, times: Any) -> np.ndarray:
         """Convert times of this launch to a clock that all devices of a group share.

@@ -1,0 +1,190 @@
+"""An event stream against the trace that it is made of: every column, what is cut, the moments of findings."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dsv4lib.emulator import gpu
+from dsv4lib.emulator.checks import errors
+from dsv4lib.emulator.microscope import code
+from dsv4lib.emulator.microscope.collect import LAUNCHES, Collector, shares
+from dsv4lib.emulator.microscope.columns import decode, encode, encode_words
+from dsv4lib.emulator.microscope.stream import TABLES, stream
+from dsv4lib.emulator.sanitize.findings import group
+from dsv4lib.emulator.trace.trace import Trace, unpack_lanes
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.gemm_tile import faults
+from dsv4lib.pages.common.run_gemm import run_gemm
+from tests.emulator.sanitize.kernels import racy
+
+COLUMNS = [
+    ([], "all"),
+    ([7] * 50, "all"),
+    (list(range(1000, 1900, 3)), "steps"),
+    ([5] * 300 + [1] * 200, "runs"),
+    ([3, 900000, 3, 12, 900000, 4, 5], "values"),
+    ([True, False, False, True], "values"),
+]
+
+
+@pytest.mark.parametrize(("values", "way"), COLUMNS)
+def test_columns_come_back(values, way):
+    coded = json.loads(json.dumps(encode(np.array(values, np.int64))))
+    assert way in coded and decode(coded) == [int(value) for value in values]
+
+
+def test_words_come_back_and_others_are_refused():
+    words = ["tma", "mma", "tma", "<b>", "mma"]
+    assert decode(json.loads(json.dumps(encode_words(words)))) == words
+    with pytest.raises(ArgumentError, match="values"):
+        encode(np.array([0.5]))
+    with pytest.raises(ArgumentError, match="column"):
+        decode({"other": []})
+
+
+@pytest.fixture(scope="module")
+def gemm():
+    """A GEMM of several CTAs that hands its stages back too early."""
+    return run_gemm(faults.FAULTS["early_release"], (200, 136, 456), ("bf16", "fp32", 128, 2))
+
+
+def spread(runs: list[int]) -> list[int]:
+    return [n for first, count in zip(runs[::2], runs[1::2], strict=True) for n in range(first, first + count)]
+
+
+def test_every_column_is_the_trace_s(gemm):
+    trace = gemm.trace
+    made = json.loads(json.dumps(stream(trace, gemm.hazards, arch="sm_100a")))
+    assert made["cut"]["kept"] == made["cut"]["events"] == sum(len(getattr(trace, name)) for name in TABLES)
+    assert made["cut"]["part"] is None and made["cut"]["shown"] == [0, 1, 2, 3] and made["arch"] == "sm_100a"
+    compared = Counter()
+    for name, table in made["tables"].items():
+        array = getattr(trace, name)
+        assert table["rows"] == len(array)
+        for column, coded in table["columns"].items():
+            if column in array.dtype.names and column != "lanes":
+                assert decode(coded) == array[column].tolist(), (name, column)
+                compared[name] += 1
+    assert min(compared[name] for name in TABLES) >= 4, compared
+    columns = {name: table["columns"] for name, table in made["tables"].items()}
+    for row, number in enumerate(decode(columns["smem"]["chunks"])):
+        assert spread(made["chunks"][number]) == np.unique(trace.chunks[row]).tolist()
+    for row, number in enumerate(decode(columns["tmem"]["lanes"])):
+        assert spread(made["lanes"][number]) == np.nonzero(unpack_lanes(trace.tmem["lanes"][row]))[0].tolist()
+    assert decode(columns["ops"]["label"]) == trace.labels
+    assert decode(columns["boxes"]["box"])[0].startswith("(0, 0) of a tensor (456, 200), box (64, 128)")
+
+
+def test_lines_of_ptx_and_source(gemm):
+    trace, made = gemm.trace, stream(gemm.trace, gemm.hazards)
+    ptx = made["ptx"]
+    assert decode(ptx["line"]) == trace.lines.tolist() and len(ptx["text"]) == len(trace.texts)
+    for text, whole in zip(ptx["text"], trace.texts, strict=True):
+        assert text == whole.replace(f"{trace.kernel}_param_", "param_") or len(text) == 240
+    assert decode(ptx["executed"]) == trace.executed.tolist()
+    files = {one["name"]: dict(zip(decode(one["line"]), one["text"], strict=True)) for one in made["files"]}
+    assert {name.rpartition("/")[2] for name in files} == {"sm100.py", "faults.py"}
+    for source, name, number in zip(trace.sources, decode(ptx["file"]), decode(ptx["number"]), strict=True):
+        if source:
+            path, _, line = source.rpartition(":")
+            assert path.endswith(name) and int(line) == number
+            assert files[name][number] == open(path).read().splitlines()[number - 1]
+
+
+def test_long_ptx_is_listed_where_something_happens(gemm, monkeypatch):
+    monkeypatch.setattr(code, "MAX_PTX", 1000)
+    made = stream(gemm.trace, gemm.hazards)
+    listed = decode(made["ptx"]["line"])
+    assert len(listed) < made["ptx"]["total"] == len(gemm.trace.lines)
+    assert {line for line in gemm.trace.marks["line"].tolist() if line > 0} <= set(listed)
+
+
+def test_findings_have_the_moment_of_their_first_report(gemm):
+    made = stream(gemm.trace, gemm.hazards)
+    assert [(one["kind"], one["count"]) for one in made["findings"]] == [
+        (one.kind, one.count) for one in group(gemm.hazards)
+    ]
+    finding, first = made["findings"][0], gemm.trace.hazards[0]
+    assert [finding[name] for name in ("event", "time", "cta", "warp")] == [
+        int(first[name]) for name in ("event", "time", "cta", "warp")
+    ]
+    hazard = gemm.hazards[0]
+    assert (finding["place"]["ptx_line"], finding["against"]["ptx_line"]) == (
+        hazard.place.ptx_line,
+        hazard.owner.ptx_line,
+    )
+    written = gemm.trace.smem[(gemm.trace.smem["event"] >= first["event"]) & (gemm.trace.smem["cta"] == 0)][0]
+    assert written["write"] and written["line"] == first["line"]  # the copy that overwrites the stage is completing
+
+
+@pytest.mark.parametrize("limit", [100, 300, 600, 1500])
+def test_a_cut_keeps_its_limit_and_what_still_shows(gemm, limit):
+    trace = gemm.trace
+    made = stream(trace, gemm.hazards, limit=limit)
+    cut = made["cut"]
+    assert cut["kept"] == sum(table["rows"] for table in made["tables"].values()) <= limit < cut["events"]
+    assert 0.7 * limit <= cut["kept"] or cut["part"] is None
+    if cut["part"] is None:
+        for name, table in made["tables"].items():
+            assert table["rows"] == np.isin(getattr(trace, name)["cta"], cut["shown"]).sum()
+        return
+    columns = {name: table["columns"] for name, table in made["tables"].items()}
+    begin, event = cut["part"]["first"], 0
+    inside = [
+        e for e, t in zip(decode(columns["tmem"]["event"]), decode(columns["tmem"]["time"]), strict=True) if t >= begin
+    ]
+    event = min(inside) - 1 if inside else trace.events - 1
+    rows = list(zip(*(decode(columns["mbarriers"][n]) for n in ("event", "offset", "phase", "pending")), strict=True))
+    shown = {offset: (phase, pending) for e, offset, phase, pending in rows if e <= event}
+    wanted = {o: (int(r["phase"]), int(r["pending"])) for o, r in trace.mbarriers_at(event).items()}
+    assert shown == wanted
+    assert made["findings"][0]["time"] >= begin or limit > 300
+
+
+def test_a_limit_of_nothing_is_refused(gemm):
+    with pytest.raises(ArgumentError, match="limit"):
+        stream(gemm.trace, limit=99)
+
+
+def launched(folder, barrier, times):
+    module = gpu.load(racy(folder, barrier), checks="race")
+    collector = Collector(module.device)
+    x, out = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    for _ in range(times):
+        module.kernel().launch(1, 64, [x, out])
+    return collector
+
+
+def test_a_collector_keeps_the_first_launches_and_those_with_errors(tmp_path):
+    collector = launched(tmp_path, True, LAUNCHES + 3)
+    assert [one.number for one in collector.kept] == list(range(1, LAUNCHES + 1))
+    bad = launched(tmp_path, False, 1).kept[0]
+    assert bad.matters and errors(bad.hazards)
+    collector._keep(bad)
+    assert len(collector.kept) == LAUNCHES and collector.kept[-1] is bad
+    made = collector.streams()
+    assert [one["left_out"] for one in made] == [3] * LAUNCHES and made[0]["block"] == [64, 1, 1]
+    assert made[-1]["findings"][0]["place"]["file"].endswith("sum.cu") and not made[0]["findings"]
+
+
+def test_limits_are_divided():
+    assert shares([10, 500, 700], 610) == [10, 300, 300] and shares([], 5) == []
+    assert shares([100, 100], 1000) == [100, 100]
+
+
+def test_paths_tell_of_no_home_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert code.shown(str(tmp_path / "a" / "k.py")) == "a/k.py"
+    assert code.shown("/" + "home/someone/work/kernels/k.py") == "kernels/k.py"
+
+
+def test_traces_name_services_in_order(gemm):
+    trace: Trace = gemm.trace
+    marks = trace.marks[(trace.marks["cta"] == 0) & (trace.marks["warp"] == 5)]
+    assert (np.diff(marks["time"]) >= 0).all() and (np.diff(marks["line"]) != 0).all()
+    names = dict(zip(trace.lines.tolist(), trace.opcodes.tolist(), strict=True))
+    assert sum(names[line].startswith("cp.async.bulk.tensor") for line in marks["line"].tolist()) == 16
