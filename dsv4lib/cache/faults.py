@@ -117,6 +117,15 @@ def _any_time(original: Callable) -> Callable:
     return save
 
 
+def _kept_on_the_host(original: Callable) -> Callable:
+    def swap_in(self: Manager, request: Any) -> None:
+        unused = list(self.host_unused)
+        original(self, request)
+        self.host_unused[:] = unused
+
+    return swap_in
+
+
 FAULTS = {
     "reads_one_block_more": Fault(
         "vllm #42258: what is read on a hit and what is written for it are disjoint",
@@ -155,6 +164,9 @@ FAULTS = {
     "fork_writes_shared": Fault("copy on write is left out", Manager, "_unshare", _not_shared, "run_machine"),
     "saves_overwritten_rows": Fault(
         "a state is saved after later rows overwrote it", Manager, "_save_ring", _any_time, "check_uncut"
+    ),
+    "kept_on_the_host": Fault(
+        "rule: a request that comes back gives its host pages back", Manager, "_swap_in", _kept_on_the_host, "run_machine"
     ),
     "padding_not_counted": Fault(
         "vllm #51041: capacity by values, not by pages",

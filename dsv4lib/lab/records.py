@@ -36,7 +36,7 @@ class Record:
         attempt: 0, or how often a resumed command had tried it before.
         stage, title, set: which stage and parameter set.
         kind: run or negative.
-        negative, expect_fail: for a negative, its name and the metric whose gate must fail.
+        negative, expect_fail: for a negative, its name and the metrics whose gates must fail, by commas.
         overrides, parameters: as in the set, and all parameters as passed.
         backend: resolved back end; empty where none could be resolved.
         arch: target of the stage's kernels; empty for a stage without one.

@@ -1,11 +1,11 @@
-"""Find the cells of a notebook that one metric depends on.
+"""Find the cells of a notebook that some metrics depend on.
 
 A backward slice over names that cells bind, change and read.
 
-An injected fault must turn one gate red. What the notebook does beside the computation of that gate's metric, other
+An injected fault must turn a gate red. What the notebook does beside the computation of that gate's metric, other
 experiments, figures and other metrics, says nothing about it, so a run of the fault may leave it out (`Options.slices`
 of the runner). Cells are kept or left out whole and run as they are written; only the call of `lab.verdict` in the
-last cell is reduced to the one metric.
+last cell is reduced to the one metric. A fault that must turn several gates red needs the cells of all their metrics.
 
 Working backwards from the metric's value, a cell is needed if it binds a name that is needed, or may change the object
 that one names: it stores to an item or an attribute, calls a method for its effect, or hands the object to a call whose
@@ -39,12 +39,12 @@ DRAWING = ("show", "show_table", "print", "display", "explore", "show_microscope
 DRAWING_MODULES = ("viz", "views")
 CARD, VERDICT = "lab.card", "lab.verdict"
 LEFT_OUT = "skip-execution"  # nbclient's tag of cells that it does not execute
-ONLY = "DSV4_ONLY_METRIC"  # environment variable: the metric whose gates `lab.verdict` asks for, empty for all
+ONLY = "DSV4_ONLY_METRIC"  # environment variable: the metrics, by commas, that `lab.verdict` asks for; empty for all
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What a run of one metric needs.
+    """What a run of some metrics needs.
 
     Attributes:
         left_out: numbers of the cells that are not executed.
@@ -57,11 +57,11 @@ class Slice:
 
 
 def of_notebook(path: Path, fault: Negative) -> Slice | None:
-    """Slice the notebook at ``path`` for an injected fault's gate. None if the whole notebook has to run."""
+    """Slice the notebook at ``path`` for an injected fault's gates. None if the whole notebook has to run."""
     cells = json.loads(path.read_text())["cells"]
     sources = ["".join(cell["source"]) if cell["cell_type"] == "code" else None for cell in cells]
     switches = [name for name, value in fault.parameters.items() if isinstance(value, str | bool)]  # no sizes
-    return slice_for(sources, fault.expect_fail, switches)
+    return slice_for(sources, fault.metrics, switches)
 
 
 def apply(cells: Sequence[Any], part: Slice) -> None:
@@ -89,12 +89,12 @@ class _Unit:
     acts: bool = False
 
 
-def slice_for(cells: Sequence[str | None], metric: str, changed: Collection[str]) -> Slice | None:
-    """Slice for ``metric``; None if the whole notebook has to run.
+def slice_for(cells: Sequence[str | None], metrics: Sequence[str], changed: Collection[str]) -> Slice | None:
+    """Slice for ``metrics``; None if the whole notebook has to run.
 
     Args:
         cells: source of each code cell, None for any other cell.
-        metric: whose gate is judged.
+        metrics: whose gates are judged.
         changed: parameters that switch the fault on; a cell that reads one and acts may inject it.
     """
     try:
@@ -105,11 +105,11 @@ def slice_for(cells: Sequence[str | None], metric: str, changed: Collection[str]
     if last is None:
         return None
     call, before = _verdict_of(trees[last]), trees[last].body[:-1]
-    if call is None or not _only(call, metric):
+    if call is None or not _only(call, metrics):
         return None
     needed = _names(call)
     if isinstance(value := _metrics(call).value, ast.Name) and _by_item(trees, value.id):
-        needed.add(_item(value.id, metric))
+        needed |= {_item(value.id, metric) for metric in metrics}
     imported, late = _imported(trees.values()), _late(trees.values())
     needed = late.reads(needed)
     kept: list[ast.stmt] = [ast.Expr(call)]
@@ -174,8 +174,8 @@ def _metrics(call: ast.Call) -> ast.keyword:
     return next((k for k in call.keywords if k.arg == "metrics"), ast.keyword(None, ast.Constant(None)))
 
 
-def _only(call: ast.Call, metric: str) -> bool:
-    """Reduce the verdict to ``metric``; False where its value cannot be separated from the others'."""
+def _only(call: ast.Call, metrics: Sequence[str]) -> bool:
+    """Reduce the verdict to ``metrics``; False where their values cannot be separated from the others'."""
     given = _metrics(call)
     if isinstance(given.value, ast.Name):
         return True  # a dict filled on the way; only items with a literal key can be separated
@@ -184,10 +184,11 @@ def _only(call: ast.Call, metric: str) -> bool:
     pairs = list(zip(given.value.keys, given.value.values, strict=True))
     if any(key is not None and not isinstance(key, ast.Constant) for key, _ in pairs):
         return False
-    named = [(key, value) for key, value in pairs if isinstance(key, ast.Constant) and key.value == metric]
-    chosen = named[-1:] or [(key, value) for key, value in pairs if key is None]
+    named = {key.value: (key, value) for key, value in pairs if isinstance(key, ast.Constant) and key.value in metrics}
+    rest = [] if named.keys() >= set(metrics) else [(key, value) for key, value in pairs if key is None]
+    chosen = [*named.values(), *rest]
     given.value = ast.Dict([key for key, _ in chosen], [value for _, value in chosen])
-    return bool(chosen)
+    return bool(rest) or named.keys() >= set(metrics)
 
 
 def _unit(body: Sequence[ast.stmt], imported: dict[str, bool], late: _Late) -> _Unit:

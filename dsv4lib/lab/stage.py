@@ -187,11 +187,13 @@ class Gate(_Strict):
 
 
 class Negative(_Strict):
-    """An injected fault. With ``parameters`` the gate on metric ``expect_fail`` must fail."""
+    """An injected fault. With ``parameters`` the gate on every metric of ``expect_fail`` must fail."""
 
     name: Identifier = Field(description="of the fault; `./dsv4 run --negatives` runs all faults")
     parameters: dict[str, Value] = Field(min_length=1, description="what injects the fault")
-    expect_fail: Identifier = Field(description="the metric whose gate must fail")
+    expect_fail: Identifier | Annotated[list[Identifier], Field(min_length=1)] = Field(
+        description="the metric whose gate must fail, or several whose gates all must"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -199,6 +201,12 @@ class Negative(_Strict):
         if isinstance(raw, dict) and "reds" in raw:
             raise ValueError("the key reds is called expect_fail now: the metric whose gate must fail")
         return raw
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics whose gates must all fail, each once."""
+        named = [self.expect_fail] if isinstance(self.expect_fail, str) else self.expect_fail
+        return tuple(dict.fromkeys(named))
 
 
 class Stage(_Strict):
@@ -252,7 +260,7 @@ class Stage(_Strict):
 
     def never_red(self) -> list[str]:
         """List the metrics of gates that no negative turns red."""
-        red = {negative.expect_fail for negative in self.negatives}
+        red = {metric for negative in self.negatives for metric in negative.metrics}
         return [gate.metric for gate in self.gates if gate.metric not in red]
 
     def negative(self, name: str) -> Negative:
@@ -374,11 +382,11 @@ def _check_consistency(stage: Stage) -> None:
             resolve_parameters(stage, negative.parameters)
     except (UnknownParameter, WrongType, OutOfBounds) as error:
         raise StageError(f"stages/{stage.name}/stage.toml contradicts itself: {error}") from None
-    for negative in stage.negatives:
-        if negative.expect_fail not in metrics:
+    for name, metric in [(negative.name, metric) for negative in stage.negatives for metric in negative.metrics]:
+        if metric not in metrics:
             raise StageError(
-                f"stage {stage.name}: negative {negative.name} must turn a gate red, and there is no gate on "
-                f"{negative.expect_fail}{_nearest(negative.expect_fail, metrics)}"
+                f"stage {stage.name}: negative {name} must turn a gate red, and there is no gate on "
+                f"{metric}{_nearest(metric, metrics)}"
             )
 
 

@@ -52,6 +52,7 @@ def _kind(annotation: Any, name: str) -> str:
         "runs": "array of tables",
         "choices": "array of str",
         "default": "bool, int, float or str",
+        "expect_fail": "str or array of str",
         "min": "number",
         "max": "number",
         "multiple_of": "int",

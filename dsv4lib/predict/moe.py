@@ -210,8 +210,8 @@ def _between(low: Work, high: Work, share: float) -> Work:
 
 
 @lru_cache(maxsize=32)
-def counted(**options: Any) -> Counted:
-    """Count a configuration of `ops.moe_gemm.sm100.MoeGemm` in the emulator. ``options`` of the kernel."""
+def counted(kernel_type: type | None = None, **options: Any) -> Counted:
+    """Count a configuration of a kernel in the emulator, by default of `ops.moe_gemm.sm100.MoeGemm`."""
     from dsv4lib.emulator.driver.device import make
     from dsv4lib.emulator.driver.host import launch
     from dsv4lib.ops.common import compile_cache
@@ -219,7 +219,7 @@ def counted(**options: Any) -> Counted:
     from dsv4lib.ops.moe_gemm.inputs import case
     from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
-    kernel, code = compile_cache.default().get(MoeGemm, options, fake_args)
+    kernel, code = compile_cache.default().get(kernel_type or MoeGemm, options, fake_args)
     device = make("sm_100a", checks="off", trace=True)
     short, long = 2, 4
 

@@ -106,15 +106,17 @@ def test_what_is_no_number():
 
 @pytest.mark.parametrize("fault", ["none", *managed.FAULTS])
 def test_a_story_of_the_manager(fault):
-    """A hit, an eviction, a preemption; each fault is seen by one number."""
+    """A hit, an eviction, a preemption; each fault is seen by its number."""
     told = managed.story("reference", 0, fault)
     seen = {
         "StaleRing": told.wrong > 0,
         "FirstBlockLost": told.hits["B"] != 128,
         "PaddingNotCounted": max(one.unaccounted for one in told.moments) > 0,
+        "KeptOnTheHost": told.leaked > 0,
     }
-    assert [name for name, red in seen.items() if red] == [name for name in seen if name == fault]
-    assert told.preempted == 1 and told.evicted > 0 and told.leaked == 0 and told.compared > 5000
+    expected = {fault, "PaddingNotCounted"} if fault == "KeptOnTheHost" else {fault}  # the account misses a lost page
+    assert {name for name, red in seen.items() if red} == expected - {"none"}
+    assert told.preempted == 1 and told.evicted > 0 and told.compared > 5000
     assert all(sum(one.live.values()) + one.cached + one.unused == managed.PAGES for one in told.moments)
 
 

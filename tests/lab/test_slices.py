@@ -22,7 +22,7 @@ END = 'lab.verdict("x", metrics={"a": a, "b": b})'
 def kept(*cells: str, metric: str = "a", end: str = END, changed: tuple[str, ...] = ("fault",)) -> list[int] | None:
     """Numbers among ``cells`` that ``metric`` needs."""
     whole = [PARAMETERS, None, HEAD, *cells, end]
-    found = slice_for(whole, metric, changed)
+    found = slice_for(whole, (metric,), changed)
     if found is None:
         return None
     assert not {0, 2, len(whole) - 1} & set(found.left_out) and found.verdict == len(whole) - 1
@@ -69,13 +69,19 @@ def test_a_metric_needs_what_it_is_computed_from(cells: list[str], needed: list[
 def test_the_verdict_is_reduced_to_the_metric() -> None:
     end = 'ratio = a / 2\nother = b + 1\nlab.verdict("x", metrics={"a": ratio, "b": other, **c}, skipped=d)'
     cells = [PARAMETERS, HEAD, "a = 1", "b = 1", "c = {}", "d = {}", end]
-    for metric, left_out, source in (
+    for metrics, left_out, source in (
         ("a", (3, 4), "ratio = a / 2\nlab.verdict('x', metrics={'a': ratio}, skipped=d)"),
         ("b", (2, 4), "other = b + 1\nlab.verdict('x', metrics={'b': other}, skipped=d)"),
-        ("of c", (2, 3), "lab.verdict('x', metrics={**c}, skipped=d)"),
+        (["of c"], (2, 3), "lab.verdict('x', metrics={**c}, skipped=d)"),
+        ("ab", (4,), "ratio = a / 2\nother = b + 1\nlab.verdict('x', metrics={'a': ratio, 'b': other}, skipped=d)"),
+        (["a", "of c"], (3,), "ratio = a / 2\nlab.verdict('x', metrics={'a': ratio, **c}, skipped=d)"),
     ):
-        found = slice_for(cells, metric, ())
+        found = slice_for(cells, metrics, ())
         assert found and (found.left_out, found.source) == (left_out, source)
+
+
+def test_a_metric_that_the_verdict_does_not_name_runs_whole() -> None:
+    assert slice_for([PARAMETERS, HEAD, "a = 1", "b = 1", END], ("a", "other"), ()) is None
 
 
 def test_a_dict_of_metrics_is_read_item_by_item() -> None:
@@ -109,6 +115,7 @@ TWO = {
     "negatives": [
         {"name": "injected", "parameters": {"fault": "injected"}, "expect_fail": "wrong"},
         {"name": "missed", "parameters": {"fault": "injected"}, "expect_fail": "other"},
+        {"name": "half", "parameters": {"fault": "injected"}, "expect_fail": ["wrong", "other"]},
     ],
     "gates": [{"metric": m, "op": "==", "bound": 0, "last_seen": 0, "reason": "x"} for m in ("wrong", "other")],
     "verdict": 'from dsv4lib import lab\n\nlab.verdict("{name}", metrics={{"wrong": right, "other": other}})',
@@ -123,6 +130,10 @@ def test_a_run_of_a_slice(make: Callable[..., Stage]) -> None:
     assert (red.verdict, green.verdict) == (Verdict.PASSED, Verdict.STAYED_GREEN)
     assert [gate.metric for gate in red.gates] == ["wrong"] and red.metrics == {"wrong": 3.0}
     assert red.reason.endswith("; 2 cells were left out, which this gate does not depend on")
+    half = runner.run_negative(stage, "half", only)
+    assert half.verdict is Verdict.STAYED_GREEN and half.expect_fail == "wrong, other"
+    assert half.reason.startswith("the injected fault half left the gate on other green")
+    assert half.reason.endswith("; 1 cells were left out, which these gates do not depend on")
     assert runner.run_negative(stage, "injected").verdict is Verdict.ASSERTION
     assert runner.run_stage(stage, "quick", only)[0].metrics == {"wrong": 0.0, "other": 0.0}
 
@@ -131,6 +142,15 @@ def test_a_run_of_a_slice(make: Callable[..., Stage]) -> None:
     assert [LEFT_OUT in cell["metadata"]["tags"] for cell in cells] == [False, False, False, True, True, False]
     shown = [block.kind for block in render(page, stage.title, str).blocks if block.kind in ("code", "pending")]
     assert shown == ["code", "code", "code", "pending", "pending", "code"]
+
+
+def test_a_fault_that_turns_several_gates_red(make: Callable[..., Stage]) -> None:
+    stage = make(body=[BODY[0], "other = right"], **TWO)
+    assert stage.never_red() == []
+    for options in (runner.Options(slices=True), runner.Options()):
+        record = runner.run_negative(stage, "half", options)
+        assert record.verdict is Verdict.PASSED, record.reason
+        assert {gate.metric for gate in record.gates if gate.state == "failed"} == {"wrong", "other"}
 
 
 def test_a_slice_that_misses_what_it_needs_does_not_pass(make: Callable[..., Stage]) -> None:

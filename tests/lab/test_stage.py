@@ -106,6 +106,11 @@ def test_multiple_of_and_choices(make: Callable[..., Stage]) -> None:
             {"negatives": [{"name": "n", "parameters": {"fault": "injected"}, "expect_fail": "wring"}]},
             "nearest name is wrong",
         ),
+        (
+            {"negatives": [{"name": "n", "parameters": {"fault": "injected"}, "expect_fail": ["wrong", "wring"]}]},
+            "no gate on wring; the nearest name is wrong",
+        ),
+        ({"negatives": [{"name": "n", "parameters": {"fault": "injected"}, "expect_fail": []}]}, "expect_fail"),
         ({"negatives": [{"name": "n", "parameters": {"fault": "other"}, "expect_fail": "wrong"}]}, "out of bounds"),
         (
             {"negatives": [{"name": "n", "parameters": {"fault": "injected"}, "reds": "wrong"}]},

@@ -91,7 +91,7 @@ def for_negative(stage: Stage, name: str) -> Job:
 def _wishes(stage: Stage, set_name: str, negatives: bool) -> list[tuple[str, str, dict[str, Any]]]:
     runs = stage.parameter_set(set_name).runs
     if negatives:
-        return [(n.name, n.expect_fail, {**runs[0], **n.parameters}) for n in stage.negatives]
+        return [(n.name, ", ".join(n.metrics), {**runs[0], **n.parameters}) for n in stage.negatives]
     return [("", "", dict(run)) for run in runs]
 
 

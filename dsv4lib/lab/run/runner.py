@@ -312,7 +312,7 @@ class Supervisor:
             task["slice"] = asdict(part)
         (private / "job.json").write_text(json.dumps(task))
         environment = self._environment(job, folder, private, token, device)
-        environment[slices.ONLY] = job.expect_fail if part is not None else ""
+        environment[slices.ONLY] = ",".join(stage.negative(job.negative).metrics) if part is not None else ""
         started, began, oom = datetime.now(UTC), time.monotonic(), processes.oom_kills()
         worker = self._worker(private, environment, stage.notebook_path)
         meter = Meter(worker.pid, began)
@@ -473,7 +473,7 @@ class Supervisor:
 def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None = None) -> Record:
     """``record`` with the notebook's report read from ``path`` and judged by the stage's gates.
 
-    Of a slice only the gates on its metric are judged: it says nothing about the others.
+    Of a slice only the gates on its metrics are judged: it says nothing about the others.
     """
     try:
         stored = json.loads(read_own(path))
@@ -486,25 +486,31 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
     if stored.get("stage") != stage.name:
         reason = f"its verdict is that of stage {stored.get('stage')!r}"
         return replace(record, verdict=Verdict.NO_VERDICT, reason=reason)
-    wanted = [gate for gate in stage.gates if part is None or gate.metric == record.expect_fail]
+    expected = stage.negative(record.negative).metrics if record.negative else ()
+    wanted = [gate for gate in stage.gates if part is None or gate.metric in expected]
     gates = judge(wanted, metrics, skipped)
     verdict, reason = overall(gates)
     if record.kind == "negative":
-        verdict, reason = _negative(record, gates, verdict, reason)
+        verdict, reason = _negative(record, expected, gates, verdict, reason)
     elif verdict is Verdict.PASSED and stage.kernel and record.backend == "reference":
         verdict, reason = Verdict.SKIPPED, "the reference back end does not run the kernel, so it verifies nothing"
     if part is not None and part.left_out:
-        reason += f"; {len(part.left_out)} cells were left out, which this gate does not depend on"
+        reason += f"; {len(part.left_out)} cells were left out, which "
+        reason += "this gate does not depend on" if len(expected) == 1 else "these gates do not depend on"
     return replace(record, verdict=verdict, reason=reason, metrics=metrics, skipped=skipped, gates=gates)
 
 
-def _negative(record: Record, gates: Sequence[Any], verdict: Verdict, reason: str) -> tuple[Verdict, str]:
-    states = {gate.state for gate in gates if gate.metric == record.expect_fail}
-    if "failed" in states:
+def _negative(
+    record: Record, expected: Sequence[str], gates: Sequence[Any], verdict: Verdict, reason: str
+) -> tuple[Verdict, str]:
+    """Verdict and reason of an injected fault: each metric of ``expected`` has a gate that failed, or one stayed green."""
+    failed = {gate.metric for gate in gates if gate.state == "failed"}
+    green = [metric for metric in expected if metric not in failed]
+    if not green:
         return Verdict.PASSED, f"the injected fault turned the gate on {record.expect_fail} red, as it must ({reason})"
     if verdict is Verdict.SKIPPED:
         return verdict, reason
-    return Verdict.STAYED_GREEN, f"the injected fault {record.negative} left the gate on {record.expect_fail} green"
+    return Verdict.STAYED_GREEN, f"the injected fault {record.negative} left the gate on {', '.join(green)} green"
 
 
 @contextlib.contextmanager

@@ -317,9 +317,13 @@ class Compressor(Sizes):
         if lane < self.quads and warp > 0:
             for i in cutlass.range_constexpr(3):
                 cute.autovec_copy(rSoftmax[None, i], sSoftmax[None, i, quad, warp])
-        cute.arch.barrier()
+        self.sync()
         if warp == 0:
             self.add_warps(rSoftmax, quad, sSoftmax)
+
+    def sync(self) -> None:
+        """Wait until all warps have stored their softmaxes."""
+        cute.arch.barrier()
 
     @cute.jit
     def add_warps(self, rSoftmax: cute.Tensor, quad: Int32, sSoftmax: cute.Tensor):

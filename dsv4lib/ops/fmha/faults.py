@@ -15,7 +15,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Uint32, memory, pipeline
+from cutlass import Float32, Int32, Uint32, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from dsv4lib.dsl import tmem, umma
@@ -48,6 +48,14 @@ class HalfProduct(Ladder):
                     offset = chunk * CHUNK_BYTES + k * 32
                     a, b = umma.at(self.k_descriptor, sQ + offset), umma.at(self.k_descriptor, stage + offset)
                     umma.mma(d, a, b, self.qk_instruction, chunk + k > 0)
+
+
+class HastyProduct(Ladder):
+    """The tensor core multiplies Q before it has arrived in shared memory."""
+
+    def wait_for_q(self, q: pipeline.PipelineTmaUmma) -> None:
+        """See `Ladder.wait_for_q`."""
+        # WRONG: nothing
 
 
 class ShiftedWeights(Ladder):
@@ -252,6 +260,16 @@ class EveryKeyCounts(Fmha):
         return Int32(-1)  # WRONG: a bit only where there is a key
 
 
+class NoKeysNoLse(Fmha):
+    """The log-sum-exp of a request without keys is not stored: what was there before stays."""
+
+    @cute.jit
+    def store_lse(self, mLse: cute.Tensor, row: Row, row_max: Float32, row_sum: Float32, with_sink: Float32):
+        """See `Fmha.store_lse`."""
+        some = row.inside & (row_sum > 0.0)  # WRONG: row.inside
+        Fmha.store_lse(self, mLse, row._replace(inside=some), row_max, row_sum, with_sink)
+
+
 class OneLimit(Fmha):
     """Every query of the chunk has the limit of the last one: it sees entries of its own future."""
 
@@ -435,56 +453,6 @@ class FirstPartLeads(Combine):
         return first, lse_sum  # WRONG: the largest
 
 
-class UnrolledTiles(Ladder):
-    """The MMA warp's loop over KV tiles runs in Python: right for exactly ``tiles`` tiles, the code grows with them."""
-
-    tiles = 3
-
-    @cute.jit
-    def mma(
-        self,
-        sQ: Int32,
-        sKV: Int32,
-        allocator: memory.TmemAllocator,
-        q: pipeline.PipelineTmaUmma,
-        kv: pipeline.PipelineTmaUmma,
-        s: pipeline.PipelineUmmaAsync,
-        p: pipeline.PipelineAsyncUmma,
-        tiles: Int32,
-    ):
-        """See `Ladder.mma`."""
-        allocator.wait_for_alloc()
-        base = allocator.retrieve_ptr(Float32).toint()
-        q.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
-        consumer = pipeline.PipelineUserType.Consumer
-        kv_state, kv_release_state = (pipeline.make_pipeline_state(consumer, KV_STAGES) for _ in range(2))
-        s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
-        p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
-        for tile in cutlass.range_constexpr(self.tiles + 1):  # WRONG: cutlass.range, over the tiles there are
-            if cutlass.const_expr(tile < self.tiles):
-                kv.consumer_wait(kv_state)
-                umma.fence_after_thread_sync()
-                self.mma_qk(base + s_state.index * TILE_N, sQ, sKV + kv_state.index * self.tile_bytes)
-                s.producer_commit(s_state)
-                kv_state.advance()
-                s_state.advance()
-            if cutlass.const_expr(tile > 0):
-                p.consumer_wait(p_state)
-                umma.fence_after_thread_sync()
-                stage = sKV + kv_release_state.index * self.tile_bytes
-                self.mma_pv(base, p_state.index * TILE_N, stage, cutlass.Boolean(tile > 1))
-                kv.consumer_release(kv_release_state)
-                p.consumer_release(p_state)
-                kv_release_state.advance()
-                p_state.advance()
-
-
-class UnrolledTwice(UnrolledTiles):
-    """The same with twice the tiles, to see what grows."""
-
-    tiles = 6
-
-
 class OddAllocation(Ladder):
     """Tensor memory without the 32 columns that S of odd tiles ends with: an allocation is a power of two."""
 
@@ -533,6 +501,12 @@ def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tup
     return torch.minimum(kept, end).int(), (end - kept).clamp_min(0).int()
 
 
+def unwrapped(first: torch.Tensor, count: torch.Tensor, newest: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read rings as far as the slot of their newest token (-1: none): right until a ring wraps."""
+    slot = torch.tensor([-1 if p < 0 else p % 128 for p in newest])  # WRONG: a full ring has 128 keys
+    return first, torch.minimum(count, slot + 1).int()
+
+
 class HastyLoad(Fmha):
     """The load warp does not wait for the kernel before, which may still write."""
 
@@ -543,6 +517,7 @@ class HastyLoad(Fmha):
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "PinnedTile": ("a", "boxes never loaded"),
     "HalfProduct": ("a", "bytes never read"),
+    "HastyProduct": ("a", "uninitialised_smem"),
     "ShiftedWeights": ("b", "uninitialised_tmem"),
     "FirstAccumulates": ("b", "uninitialised_tmem"),
     "TransposedV": ("b", "wrong numbers"),
@@ -559,6 +534,7 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "PadLse": ("d2", "pad rows leaked"),
     "SharedSelection": ("d2", "wrong numbers"),
     "EveryKeyCounts": ("d3", "wrong numbers"),
+    "NoKeysNoLse": ("d3", "wrong numbers"),
     "OneLimit": ("d4", "wrong numbers"),
     "SinkInLse": ("d5", "wrong numbers"),
     "SwappedTables": ("d5", "wrong numbers"),

@@ -251,7 +251,7 @@ class Ladder:
         """Run the MMA warp. S of tile j + 1 comes before P V of tile j, so that the softmax of a tile overlaps MMAs."""
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
-        q.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
+        self.wait_for_q(q)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
         kv_release_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
         s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
@@ -275,6 +275,11 @@ class Ladder:
                 p.consumer_release(p_state)
                 kv_release_state.advance()
                 p_state.advance()
+
+    @cute.jit
+    def wait_for_q(self, q: pipeline.PipelineTmaUmma):
+        """Wait until all of Q is in shared memory."""
+        q.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
 
     @cute.jit
     def mma_qk(self, d: Int32, sQ: Int32, stage: Int32):

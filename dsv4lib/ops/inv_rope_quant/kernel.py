@@ -113,7 +113,7 @@ class InvRopeQuant(HeadRows):
         cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         rO = self.fetch(mO, token, first)
         cos, sin = self.angles(mTable, mPositions, token)
-        my_codes = cute.domain_offset((token, first, 0), mCodes)
+        my_codes = cute.domain_offset((token, self.stored_from(first), 0), mCodes)
         my_scales = mScales
         if cutlass.const_expr(self.layout == "rowmajor"):
             my_scales = cute.domain_offset((token, first), mScales)
@@ -130,6 +130,10 @@ class InvRopeQuant(HeadRows):
                         my_scales[0, i] = scales
                     else:
                         mScales[first + i, token] = scales
+
+    def stored_from(self, first: Int32) -> Int32:
+        """Return the head from which a warp stores codes, given the first that it has read."""
+        return first
 
     @cute.jit
     def convert(self, rRow: cute.Tensor, cos: list, sin: list, codes_line: cute.Tensor) -> Int32:

@@ -529,12 +529,17 @@ class MhcFewTokens(FewConfig, BlockMaxima):
             rColumn[x] = self.of_lane(rRow[x], x)
         one = Float32(1.0)
         u, over_u = one, one
-        v, over_v = self.factor(rColumn, u, one, eps)
+        v, over_v = self.column_factor(rColumn, u, one, eps)
         for _ in cutlass.range(self.iters - 1, unroll=1):
             u, over_u = self.factor(rRow, v, over_u, eps)
-            v, over_v = self.factor(rColumn, u, over_v, eps)
+            v, over_v = self.column_factor(rColumn, u, over_v, eps)
         for x in cutlass.range_constexpr(N):
             rRow[x] = rRow[x] * u * self.of_lane(v, x)
+
+    @cute.jit
+    def column_factor(self, rColumn: cute.Tensor, u: Float32, over: Float32, eps: Float32) -> tuple:
+        """Return `factor` of this lane's column."""
+        return self.factor(rColumn, u, over, eps)
 
     @cute.jit
     def factor(self, rLine: cute.Tensor, given: Float32, over: Float32, eps: Float32) -> tuple:

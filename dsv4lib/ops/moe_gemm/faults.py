@@ -11,10 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, pipeline
 
 from dsv4lib.ops.moe_gemm.epilogue import Ends, Factors, swiglu
-from dsv4lib.ops.moe_gemm.load import Rings
+from dsv4lib.ops.moe_gemm.load import W_BYTES, Rings, Sources
 from dsv4lib.ops.moe_gemm.schedule import Tile
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
@@ -26,6 +26,14 @@ class FirstScales(MoeGemm):
     def scales_to_tmem(self, base: Int32, rings: Rings, stage: Int32):
         """See `Mma.scales_to_tmem`."""
         MoeGemm.scales_to_tmem(self, base, rings, Int32(0))  # WRONG: not the stage of the operands
+
+
+class HastyStep(MoeGemm):
+    """A K step is multiplied before its operands and scales have arrived."""
+
+    def wait_for_step(self, ab: pipeline.PipelineTmaUmma, state: pipeline.PipelineState) -> None:
+        """See `Mma.wait_for_step`."""
+        # WRONG: nothing
 
 
 class OneScaleId(MoeGemm):
@@ -105,6 +113,29 @@ class ScaleOfWholeRow(MoeGemm):
         ends.scales[at // 512, at % 512] = cutlass.Uint8(code)
 
 
+class WeightsTwice(MoeGemm):
+    """Weights are fetched twice, to the same place: right in every number, dear in bytes."""
+
+    @cute.jit
+    def load_operands(
+        self,
+        sources: Sources,
+        tile: Tile,
+        token_boxes: Int32,
+        step: Int32,
+        rings: Rings,
+        stage: Int32,
+        barrier: cute.Pointer,
+    ):
+        """See `Load.load_operands`."""
+        for boxes_of_tokens in (token_boxes, Int32(0)):  # WRONG: once
+            MoeGemm.load_operands(self, sources, tile, boxes_of_tokens, step, rings, stage, barrier)
+
+    def step_bytes(self, token_boxes: Int32) -> Int32:
+        """See `Load.step_bytes`."""
+        return super().step_bytes(token_boxes) + W_BYTES * self.mode.w_bits // self.mode.x_bits * self.ctas
+
+
 _ALL = (
     (FirstScales, "wrong numbers"),
     (OneScaleId, "wrong numbers"),
@@ -113,8 +144,10 @@ _ALL = (
     (GateUpSwapped, "wrong numbers"),
     (FirstAlpha, "wrong numbers"),
     (FirstAccumulates, "uninitialised_tmem"),
+    (HastyStep, "uninitialised_smem"),
     (OneBuffer, "race_shared"),
     (ScaleOfWholeRow, "wrong numbers"),
 )
 FAULTS = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
+WASTEFUL = {WeightsTwice.__name__: WeightsTwice}  # nothing finds it but a count of bytes

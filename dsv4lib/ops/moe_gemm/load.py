@@ -107,8 +107,7 @@ class Load(Schedule):
     ):
         """Load all K steps of a tile; returns the state of the ring after them."""
         token_boxes = cute.ceil_div(tile.n // self.ctas, self.box_rows)
-        fixed = W_BYTES * self.mode.w_bits // self.mode.x_bits + self.sfw_bytes + self.sfx_bytes
-        expected = (fixed + token_boxes * (self.box_rows * ROW_BYTES)) * self.ctas
+        expected = self.step_bytes(token_boxes)
         for step in cutlass.range(depth.steps, unroll=1):
             ab.producer_acquire(state, expected_tx=expected)
             barrier = ab.producer_get_barrier(state)
@@ -117,6 +116,11 @@ class Load(Schedule):
                 self.load_scales(sources, tile, step, depth.blocks, rings, state.index, barrier)
             state.advance()
         return state
+
+    def step_bytes(self, token_boxes: Int32) -> Int32:
+        """Count the bytes that TMA brings for a K step, to both CTAs of a pair."""
+        fixed = W_BYTES * self.mode.w_bits // self.mode.x_bits + self.sfw_bytes + self.sfx_bytes
+        return (fixed + token_boxes * (self.box_rows * ROW_BYTES)) * self.ctas
 
     def prefetch(self, sources: Sources, groups: Groups, steps: Int32, barrier: cute.Pointer):
         """Fetch what is known while the kernel before still runs. Without the groups' counts that is nothing."""

@@ -71,8 +71,7 @@ class Mma(Schedule):
         umma.fence_after_thread_sync()
         d = base + acc_state.index * self.tile_n
         for step in cutlass.range(steps, unroll=1):
-            ab.consumer_wait(ab_state)
-            umma.fence_after_thread_sync()
+            self.wait_for_step(ab, ab_state)
             with cute.arch.elect_one():
                 if cutlass.const_expr(self.mode.block):
                     self.scales_to_tmem(base, rings, ab_state.index)
@@ -83,6 +82,12 @@ class Mma(Schedule):
         acc.producer_commit(acc_state)
         acc_state.advance()
         return ab_state, acc_state
+
+    @cute.jit
+    def wait_for_step(self, ab: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
+        """Wait until the operands and scales of a K step are in shared memory."""
+        ab.consumer_wait(state)
+        umma.fence_after_thread_sync()
 
     @cute.jit
     def scales_to_tmem(self, base: Int32, rings: Rings, stage: Int32):

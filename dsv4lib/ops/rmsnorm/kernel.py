@@ -145,6 +145,10 @@ class RmsNorm:
             if place * COLUMNS < self.d:
                 cute.autovec_copy(rLine[None, i], cute.local_tile(line, (COLUMNS,), (place,)))
 
+    def sync(self) -> None:
+        """Wait until all warps have stored their sums."""
+        cute.arch.barrier()
+
     @cute.jit
     def sum_of_squares(self, rX: cute.Tensor, sSums: cute.Tensor) -> Float32:
         """Of the whole row, in all threads."""
@@ -155,7 +159,7 @@ class RmsNorm:
         mine = cute.arch.warp_reduction_sum(mine)
         if cute.arch.lane_idx() == 0:
             sSums[warp] = mine
-        cute.arch.barrier()
+        self.sync()
         total = Float32(0.0)
         for w in cutlass.range_constexpr(self.warps):
             total += sSums[Int32(w)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from dsv4lib.ops.swiglu_quant import kernel as swiglu_quant_kernel
 
@@ -24,4 +24,12 @@ class OneSided(swiglu_quant_kernel.SwigluQuant):
         return x
 
 
-FAULTS = {kernel.__name__: kernel for kernel in (BaseTwo, OneSided)}
+class OneScaleARow(swiglu_quant_kernel.SwigluQuant):
+    """Stores all scales of a row over each other: right for rows of one block."""
+
+    def block_of(self, place: Int32) -> Int32:
+        """The first."""
+        return Int32(0)
+
+
+FAULTS = {kernel.__name__: kernel for kernel in (BaseTwo, OneSided, OneScaleARow)}

@@ -93,7 +93,11 @@ class SwigluQuant:
         if exists:
             store_words(mCodes[row, None], place, words)
             if place % LANES == 0:
-                mScales[row, place // LANES] = cutlass.Uint8(byte)
+                mScales[row, self.block_of(place)] = cutlass.Uint8(byte)
+
+    def block_of(self, place: Int32) -> Int32:
+        """Number of the block of 128 columns that a thread's 8 are in."""
+        return place // LANES
 
     def gated(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
         """One element of h; NaN passes."""

@@ -50,6 +50,14 @@ class OneTokenMore(decode_kernel.Turbo4Decode):
         return stop - first + 1
 
 
+class WarpsApart(decode_kernel.Turbo4Decode):
+    """Reads what other warps of the CTA write without waiting for them."""
+
+    def sync(self) -> None:
+        """No barrier."""
+
+
+RACES = {WarpsApart.__name__: WarpsApart}  # only the race detector is sure to find these
 FAULTS = {
     kernel.__name__: kernel for kernel in (QueryNotRotated, NoKeyNorms, NoValueNorms, FirstPageAlone, OneTokenMore)
 }

@@ -200,7 +200,7 @@ class Turbo4Decode(attend.Attend):
         self.rotate_queries(mQ, task, shared, seed)
         if cutlass.const_expr(self.table == "shared"):
             self.write_pairs(pairs)
-        cute.arch.barrier()
+        self.sync()
         rS = cute.make_rmem_tensor((4, attend.BLOCKS), Float32)
         rO = cute.make_rmem_tensor((4, self.m_blocks, self.halves), Float32)
         rO.fill(0.0)
@@ -224,6 +224,10 @@ class Turbo4Decode(attend.Attend):
             self.load_values(mV, place, tile, now + step, stop)
         self.combine_warps(shared, place, state, rO)
         self.write(output, task, shared, seed)
+
+    def sync(self) -> None:
+        """Wait for all warps of the CTA."""
+        cute.arch.barrier()
 
     @cute.jit
     def rotate_queries(self, mQ: cute.Tensor, task: Task, shared: Shared, seed: Int32):
@@ -276,7 +280,7 @@ class Turbo4Decode(attend.Attend):
             if (place.column == 0) & (place.slice == 0):
                 shared.sStats[place.number, place.row + 8 * half, 0] = state.row_max[half]
                 shared.sStats[place.number, place.row + 8 * half, 1] = row_sum
-        cute.arch.barrier()  # also: all have read the table of pairs
+        self.sync()  # also: all have read the table of pairs
         run = 2 * self.m_blocks  # neighbouring dims of a lane
         for half in cutlass.range_constexpr(self.halves):
             for c in cutlass.range_constexpr(2):
@@ -287,7 +291,7 @@ class Turbo4Decode(attend.Attend):
                 for m in cutlass.range_constexpr(0, self.m_blocks, 2):
                     values = [rO[c + r, m + k, half] * scale for k in range(2) for r in (0, 2)]
                     attend.store_four(shared.sO.iterator.toint() + 4 * (at + 2 * m), values)
-        cute.arch.barrier()
+        self.sync()
 
     @cute.jit
     def largest(self, shared: Shared, row: Int32):

@@ -24,7 +24,12 @@ from dsv4lib.pages.full_model import run_case as whole
 BANK, DIM = 1021, kv_entry.HEAD_DIM  # vectors that values are chosen from
 BLOCK, WINDOW_BLOCK = 128, 32  # tokens of a block
 PAGES, HOST, CHUNK = 46, 40, 96
-FAULTS = {"StaleRing": "stale_ring", "FirstBlockLost": "first_block_lost", "PaddingNotCounted": "padding_not_counted"}
+FAULTS = {
+    "StaleRing": "stale_ring",
+    "FirstBlockLost": "first_block_lost",
+    "PaddingNotCounted": "padding_not_counted",
+    "KeptOnTheHost": "kept_on_the_host",
+}
 
 
 class Moment(NamedTuple):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -20,11 +22,15 @@ from dsv4lib.formats import hadamard, kv_entry, mxfp4
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.model import transformer
 from dsv4lib.loader.whole import Listed, load_into
+from dsv4lib.model import scheduler as scheduler_of
 from dsv4lib.model.paged import PagedCaches, groups_of
 from dsv4lib.model.sampler import SamplingParams
 from dsv4lib.model.scheduler import Scheduler
 from dsv4lib.model.tokenizer import ByteTokenizer
 from dsv4lib.model.transformer import Transformer
+from dsv4lib.ops.fmha import faults as fmha_faults
+from dsv4lib.ops.fmha import op as fmha_op
+from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.reference.model import ReferenceModel
 
 ARCH = "sm_100a"
@@ -73,7 +79,7 @@ def text(count: int) -> torch.Tensor:
 def model(found: Listed, backend: str, capacity: int = 256, mtp: bool = False, fault: str = "none") -> Transformer:
     """The model on ops, with a fault of `FAULTS` if wanted."""
     made = transformer(found, capacity=capacity, mtp=mtp, backend=backend).to(backends.device(backend))
-    FAULTS[fault](made)
+    FAULTS.get(fault, _right)(made)
     return made
 
 
@@ -142,6 +148,14 @@ FAULTS: dict[str, Callable[[Transformer], None]] = {
     "ExpertsOfTheNext": _experts_of_the_next,
     "RowOfTheNext": _row_of_the_next,
 }
+RACES = {"HastyQ": fmha_faults.HastyQ}  # of a kernel: numbers may be right
+
+
+def verifies_a_row_late() -> AbstractContextManager:
+    """Compare a draft with the logits after it, not with those after the token before it."""
+    right = scheduler_of.target_probabilities
+    late = lambda logits, *given: right(logits.roll(-1, dims=1), *given)  # noqa: E731
+    return patch.object(scheduler_of, "target_probabilities", late)
 
 
 # ------------------------------------------------------------------ runs
@@ -155,9 +169,10 @@ def run(found: Listed, count: int, backend: str, fault: str = "none") -> Run:
         layer.attn_site.register_forward_hook(lambda site, given, out: seen.append(out[0].float().cpu()))
         for layer in made.layers
     ]
-    (hidden, last), hazards = _watched(
-        backend, lambda: made.hidden(made.step([tokens[:-1].tolist()], [0], [0]), keep_streams=True)
-    )
+    with patch.object(fmha_op, "Fmha", RACES.get(fault, Fmha)):
+        (hidden, last), hazards = _watched(
+            backend, lambda: made.hidden(made.step([tokens[:-1].tolist()], [0], [0]), keep_streams=True)
+        )
     for hook in hooks:
         hook.remove()
     logits = made.head(hidden)[0][:, : found.config.vocab].float().cpu()
@@ -191,14 +206,17 @@ class Continued(NamedTuple):
     accepted: int
 
 
-def continued(found: Listed, prompt: str, count: int, drafts: int, backend: str) -> Continued:
-    """Continue a prompt greedily."""
+def continued(
+    found: Listed, prompt: str, count: int, drafts: int, backend: str, fault: str = "none"
+) -> Continued:
+    """Continue a prompt greedily; ``fault``: "VerifiesARowLate", of the drafts, or "none"."""
     made, tokens = model(found, backend, mtp=drafts > 0), ByteTokenizer().encode(prompt)
     caches = PagedCaches(made, requests=1, tokens=128, positions=128, drafts=drafts)
     scheduler = Scheduler(made, caches, drafts=drafts)
     scheduler.add("text", tokens, SamplingParams(temperature=0.0, seed=0), count)
     one = scheduler.known["text"]
-    return Continued(tokens + [token for _, token, _ in scheduler.run()], one.drafted, one.accepted)
+    with verifies_a_row_late() if fault == "VerifiesARowLate" else nullcontext():
+        return Continued(tokens + [token for _, token, _ in scheduler.run()], one.drafted, one.accepted)
 
 
 def _watched(backend: str, call: Callable[[], Any]) -> tuple[Any, int]:

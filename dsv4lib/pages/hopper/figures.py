@@ -20,6 +20,7 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.formats import fp8_block
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.inv_rope_quant.arguments import fake_args, launch_args
+from dsv4lib.ops.inv_rope_quant.faults import FAULTS as KERNEL_FAULTS
 from dsv4lib.ops.inv_rope_quant.kernel import InvRopeQuant
 from dsv4lib.ops.inv_rope_quant.op import Call
 from dsv4lib.pages.common import faults as injected
@@ -172,7 +173,7 @@ def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple
 
     Args:
         tokens, heads: of the attention output. seed: of its values.
-        fault: "forward": the table turns the other provider.
+        fault: "forward": the table rotates the other way; "forward_on_hopper": on a Hopper alone; or one of the kernel.
 
     Returns:
         (bytes of codes and scales that differ between the architectures, from the oracle, hazards).
@@ -183,10 +184,12 @@ def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple
     positions, freqs = torch.linspace(0, LAST, tokens).long(), rope.layer_freqs(FLASH, LayerKind.CSA)
     want = fp8_block.quantize_activation(rope.apply_inverse(o.float(), positions[:, None], freqs))
     cos, sin = rope.cos_sin(positions, freqs, torch.float32)
-    table = torch.cat((cos, -sin if fault == "forward" else sin), -1)
     found, hazards = [], 0
     for arch in ARCHS:
-        kernel, code = compile_cache.default().get(InvRopeQuant, {"gathered": False}, fake_args, arch)
+        turned = fault == "forward" or (fault == "forward_on_hopper" and arch == "sm_90a")
+        table = torch.cat((cos, -sin if turned else sin), -1)
+        kernel_type = KERNEL_FAULTS.get(fault, InvRopeQuant)
+        kernel, code = compile_cache.default().get(kernel_type, {"gathered": False}, fake_args, arch)
         codes, exponents = (torch.full((tokens, heads, n), 255, dtype=torch.uint8) for n in (512, 4))
         gpu = make(arch, checks="race")
         call = Call(o, None, table, (codes, exponents), kernel.layout, "emulator")

@@ -32,7 +32,7 @@ NOT_FOUND = "not found"
 L1 = {"swiglu": True, "routed": True, "out": "nvfp4"}
 L2 = {"mode": "w4a8", "out": "fp32"}
 # Of the product and of the launch around it; one of each kind of report first.
-PRODUCT_FAULTS = ("FirstAccumulates", "FirstScales", "OneScaleId", "FirstRows")
+PRODUCT_FAULTS = ("FirstAccumulates", "FirstScales", "OneScaleId", "FirstRows", "HastyStep")
 LAUNCH_FAULTS = ("NoTailMask", "OneBuffer", "GateUpSwapped", "FirstAlpha", "ScaleOfWholeRow")
 # Where each injected fault shows: scales and rows in the plain GEMM, whose output is not quantised.
 FAULT_SHAPES = {
@@ -309,9 +309,9 @@ def show_faults(names: Sequence[str], sound: bool = False) -> int:
 # ---------------------------------------------------------------------- costs
 
 
-def costs(configurations: Mapping[str, dict[str, Any]]) -> dict[str, moe.Counted]:
+def costs(configurations: Mapping[str, dict[str, Any]], kernel_type: type = MoeGemm) -> dict[str, moe.Counted]:
     """Show what K steps and tiles of configurations cost, counted in traces. name -> counts."""
-    found = {name: moe.counted(**options) for name, options in configurations.items()}
+    found = {name: moe.counted(kernel_type, **options) for name, options in configurations.items()}
     table = []
     for name, c in found.items():
         for rows in (1, c.tile_n):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsv4lib.ops.mhc.faults import FAULTS as MHC_FAULTS
 from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.router_mhc import figures
 from dsv4lib.pages.router_mhc.figures import Boundary, Found
@@ -14,13 +15,14 @@ WHAT = {
     "post_without_2": "post at logit 0 is a half",
     "few_pairs": "3 pairs instead of 20",
     "weight_forgotten": "y without the norm's weight",
+    **{name: kernel.__doc__.split("\n")[0] for name, kernel in MHC_FAULTS.items()},
     "bias_forgotten": "experts by affinity alone",
     "ties_high": "of equal scores the higher number first",
     "bias_in_weights": "weights of a + bias",
     "uniform_hash": "weights of a table's experts all alike",
     "none": "everything as it is",
 }
-OF_MHC = ("comb_plain", "normed_copy", "post_without_2", "few_pairs", "weight_forgotten")
+OF_MHC = ("comb_plain", "normed_copy", "post_without_2", "few_pairs", "weight_forgotten", *MHC_FAULTS)
 OF_ROUTER = ("bias_forgotten", "ties_high", "bias_in_weights", "uniform_hash")
 IN_THE_RULE = ("normed_copy", "post_without_2", "ties_high", "bias_in_weights", "uniform_hash", "none")
 # The stages' bounds: up to these a check has found nothing.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from matplotlib.figure import Figure
@@ -16,8 +17,14 @@ from matplotlib.figure import Figure
 from dsv4lib import emulator
 from dsv4lib.bench.ops.results import Result
 from dsv4lib.config import FLASH
+from dsv4lib.ops.mhc import op as mhc_op
+from dsv4lib.ops.mhc.faults import FAULTS as MHC_FAULTS
+from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.op import ITERS, NORMAL, Site, mhc_post_pre, new_fp8
 from dsv4lib.ops.quantize.op import quantize
+from dsv4lib.ops.rmsnorm import op as rmsnorm_op
+from dsv4lib.ops.rmsnorm.faults import FAULTS as NORM_FAULTS
+from dsv4lib.ops.rmsnorm.kernel import RmsNorm
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm
 from dsv4lib.ops.rmsnorm_quant.op import AddNormed, add_rmsnorm_quant
 from dsv4lib.ops.router.op import Hashed, router
@@ -50,6 +57,8 @@ FAULTS = (
     "ties_high",
     "uniform_hash",
     "fn_uncounted",
+    *MHC_FAULTS,
+    *NORM_FAULTS,
 )
 
 
@@ -132,7 +141,8 @@ def run(given: Boundary, fault: str = "none") -> Found:
     if fault == "bias_forgotten":
         bias = torch.zeros_like(bias)
     pairs = 3 if fault == "few_pairs" else ITERS
-    with emulator.device(ARCH, checks="race") as gpu:
+    kernel = MHC_FAULTS.get(fault, MhcFewTokens)
+    with patch.object(mhc_op, "MhcFewTokens", kernel), emulator.device(ARCH, checks="race") as gpu:
         before = given.streams, given.f, given.post, comb
         boundary = mhc_post_pre(*before, site, iters=pairs, backend="emulator")
         y = boundary[1]
@@ -214,7 +224,8 @@ class Fusion(NamedTuple):
 def fusion(given: Boundary, fault: str = "none") -> Fusion:
     """Add sublayer output and one stream, norm and quantise to FP8. It is done in one launch, and in two."""
     x, residual, weight = given.f, given.streams[:, 0].contiguous(), given.site.weight
-    with emulator.device(ARCH, checks="race") as gpu:
+    norm = patch.object(rmsnorm_op, "RmsNorm", NORM_FAULTS.get(fault, RmsNorm))
+    with norm, emulator.device(ARCH, checks="race") as gpu:
         fused = add_rmsnorm_quant(x, residual, weight, "fp8", keep=True, backend="emulator")
         h, y = add_rmsnorm(x, residual, weight, backend="emulator")
         codes, scales, _ = quantize(y, "fp8", backend="emulator")

@@ -18,7 +18,6 @@ from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import kv_entry
 from dsv4lib.layers.attention import KEYS, Pool, State
 from dsv4lib.loader.whole import Listed
-from dsv4lib.model import scheduler as scheduler_of
 from dsv4lib.model import verify as verify_of
 from dsv4lib.model.paged import PagedCaches
 from dsv4lib.model.sampler import SamplingParams, Settings
@@ -147,12 +146,9 @@ def _reads_what_is_there(served: Scheduler) -> AbstractContextManager:
     return _replaced(served.caches, "step", step)
 
 
-def _verifies_a_row_late(served: Scheduler) -> AbstractContextManager:
+def _verifies_a_row_late(_: Any) -> AbstractContextManager:
     """Compare a draft with the logits after it, not with those after the token before it."""
-    right = scheduler_of.target_probabilities
-    return _replaced(
-        scheduler_of, "target_probabilities", lambda logits, *given: right(logits.roll(-1, dims=1), *given)
-    )
+    return whole.verifies_a_row_late()
 
 
 def _accepts_by_the_draft(_: Any) -> AbstractContextManager:

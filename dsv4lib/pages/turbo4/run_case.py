@@ -11,6 +11,7 @@ from dsv4lib.check import Comparison, compare
 from dsv4lib.formats import turbo4
 from dsv4lib.ops.turbo4_decode import op as decode_op
 from dsv4lib.ops.turbo4_decode.faults import FAULTS as DECODE_FAULTS
+from dsv4lib.ops.turbo4_decode.faults import RACES
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
 from dsv4lib.ops.turbo4_encode import op as encode_op
 from dsv4lib.ops.turbo4_encode.faults import FAULTS as ENCODE_FAULTS
@@ -165,7 +166,7 @@ def attend(
     fault: str = "none",
     arch: str = ARCH,
 ) -> Attended:
-    """Run `turbo4_decode`; ``fault``: a name of its `FAULTS`, or "none"."""
+    """Run `turbo4_decode`; ``fault``: a name of its `FAULTS` or `RACES`, or "none"."""
     where, outputs = backends.device(backend), []
     q, pages, table, lengths = (x.to(where) for x in (one.q, one.pages, one.block_table, one.lengths))
     given = q, *pages.chunk(2, 1), one.page_size, table, lengths
@@ -174,7 +175,7 @@ def attend(
         hazards = injected.run(
             backend,
             lambda: outputs.extend(decode_op.turbo4_decode(*given, **options)),
-            (decode_op, "Turbo4Decode", DECODE_FAULTS.get(fault, Turbo4Decode)),
+            (decode_op, "Turbo4Decode", {**DECODE_FAULTS, **RACES}.get(fault, Turbo4Decode)),
         )
     o, lse = (x.cpu() for x in outputs)
     scale = one.q.shape[2] ** -0.5

@@ -4,10 +4,11 @@ import pytest
 
 from dsv4lib.dsl.compile import CompileError
 from dsv4lib.ops.fmha.combine import Combine
-from dsv4lib.ops.fmha.faults import CAUGHT_BY, FAULTS, REFUSED, UnrolledTiles, UnrolledTwice
-from dsv4lib.ops.fmha.inputs import case, paged, prefill_case
+from dsv4lib.ops.fmha.faults import CAUGHT_BY, FAULTS, REFUSED
+from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.ladder import STAGES, Ladder
 from dsv4lib.ops.fmha.sm100 import Fmha
+from dsv4lib.ops.fmha.wasteful import EveryTile, FetchedTwice, UnrolledTiles, UnrolledTwice
 from dsv4lib.pages.fmha.run_case import compiled, run_fmha, run_ladder, run_split
 
 FP8_PAIR = (512, "bf16", "index", False, False, False, False, True, False, 2)
@@ -24,6 +25,7 @@ FMHA_RUNS = {  # settings, case
     "PadLse": ((512, "bf16", "index"), case(37, [70, 9], [3, 3])),
     "SharedSelection": ((512, "bf16", "index"), case(64, [70, 70], [3, 3])),
     "EveryKeyCounts": ((512, "bf16", "none"), case(64, [0], [50])),
+    "NoKeysNoLse": ((512, "bf16", "none"), decode_case(64, [-1, 5])),
     "OneLimit": ((512, "bf16", "range"), prefill_case(64, [254], 2)),
     "SinkInLse": ((512, "bf16", "index", True, True, True), case(64, [70], [33])),
     "HalfOfTheWarps": (FP8_PAIR, paged(case(100, [300], [0]), 48)),
@@ -77,6 +79,17 @@ def test_unrolled_code_grows_with_the_tiles():
     )
     assert run_ladder(UnrolledTiles, ("b", 128, "bf16"), *SHAPE, trace=True).clean, "right for its three tiles"
     assert looped < three and six - three > 3 * 150
+
+
+def test_wasteful_kernels_are_right_and_cost_more():
+    """Lazy correction saves instructions, one fetch for K and V half of the bytes; comparisons see neither."""
+    settings, one = (512, "bf16", "index", False), case(64, [300], [0])
+    right, textbook, twice = (run_fmha(kind, settings, one) for kind in (Fmha, EveryTile, FetchedTwice))
+    assert right.clean and textbook.clean and twice.right
+    instructions = [outcome.result.instructions for outcome in (right, textbook)]
+    assert instructions[1] > 1.2 * instructions[0]
+    read = [outcome.result.stats["tma_read_bytes"] - 64 * 1024 for outcome in (right, twice)]  # without Q
+    assert read[1] == 2 * read[0]
 
 
 @pytest.mark.parametrize("stage", ["a", "b", "c"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4lib.ops.moe_gemm.faults import CAUGHT_BY, FAULTS
+from dsv4lib.ops.moe_gemm.faults import CAUGHT_BY, FAULTS, WeightsTwice
 from dsv4lib.ops.moe_gemm.inputs import case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 from dsv4lib.pages.moe_gemm.run_case import run_moe_gemm
@@ -21,6 +21,14 @@ def run(kind, options):
 @pytest.mark.parametrize("name", CAUGHT_BY)
 def test_found(name):
     assert CAUGHT_BY[name] in {found[0] for found in run(FAULTS[name], RUNS[name]).findings()}
+
+
+def test_weights_that_are_fetched_twice_show_in_bytes_alone():
+    options = {"mode": "nvfp4", "out": "fp32"}
+    right, twice = (run(kind, options) for kind in (MoeGemm, WeightsTwice))
+    assert right.clean and twice.right and not twice.stray
+    read = [outcome.result.stats["tma_read_bytes"] for outcome in (right, twice)]
+    assert read[1] - read[0] == 4 * 2 * 128 * 128  # four tiles, of 65 tokens two, and two K steps of 128 x 128 bytes
 
 
 def test_nothing_is_found_without_a_fault():

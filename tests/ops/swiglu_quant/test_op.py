@@ -50,6 +50,11 @@ def test_faults_are_seen(name):
     assert run(3, 256, 1, "emulator", name).over_oracle > 2
 
 
+def test_a_race_is_reported():
+    """Scales of two warps of a row at one place; without the fault nothing is reported."""
+    assert run(3, 512, 1, "emulator", "OneScaleARow").hazards and not run(3, 512, 1, "emulator").hazards
+
+
 def test_hard_values():
     """Zeros, ties at the clamp, infinities, subnormals, no block of zeros alone; NaN stays in its block."""
     x = torch.zeros(2, 512)

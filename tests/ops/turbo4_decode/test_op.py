@@ -13,7 +13,7 @@ from dsv4lib.formats import turbo4
 from dsv4lib.ops.turbo4_decode import bench, dequant
 from dsv4lib.ops.turbo4_decode.arguments import combine_args, fake_args, fake_combine_args, launch_args
 from dsv4lib.ops.turbo4_decode.config import TILE
-from dsv4lib.ops.turbo4_decode.faults import FAULTS
+from dsv4lib.ops.turbo4_decode.faults import FAULTS, RACES
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
 from dsv4lib.ops.turbo4_decode.op import CTAS_AN_SM, Attention, Call, choose_splits, step_of, turbo4_decode
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
@@ -134,6 +134,13 @@ def test_budget(settings, registers, arch):
 def test_faults_are_seen(name, arch):
     result = attend(case([37, 100], 4, 2, 64, seed=3), "emulator", 3, fault=name, arch=arch)
     assert not result.record.passed
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_races_are_reported(name):
+    """Also where the numbers come out right."""
+    one = case([37, 100], 4, 2, 64, seed=3)
+    assert attend(one, "emulator", 3, fault=name).hazards and not attend(one, "emulator", 3).hazards
 
 
 @pytest.mark.parametrize(("seed", "spread"), [(1, 8.0), (2, 60.0)])
