@@ -3,6 +3,7 @@
 import caches
 import pytest
 
+from dsv4lib.cache import Work
 from dsv4lib.cache.conformance import Conformance, check_edges, check_hits, run_machine
 
 
@@ -67,6 +68,19 @@ class Naive:
 def test_a_naive_manager_fails(check):
     with pytest.raises(AssertionError):
         check(Naive)
+
+
+@pytest.mark.parametrize("factory", (caches.paged, caches.rings, caches.pro))
+def test_a_finished_request_gives_up_late_tokens_first_and_states_before_entries(factory):
+    """Longer prefixes need the entries of a point, so its windows and states are evicted before them."""
+    manager = factory(drafts=0).manager
+    manager.add("a", list(range(40)))
+    while (length := manager.get("a").length) < 40:
+        manager.commit(manager.begin([Work("a", manager.cut("a", 40 - length))]), [0])
+    manager.finish("a")
+    order = [(block.key[1], block.group.kind != "entries") for block in manager.pool.cached]
+    assert order == sorted(order, reverse=True)
+    assert len({end for end, state in order if state} & {end for end, state in order if not state}) > 1
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from dsv4lib.emulator.errors import Deadlock, LimitExceeded
 from dsv4lib.emulator.machine.async_units import AsyncOp
 from dsv4lib.emulator.machine.policies import POLICIES
 from dsv4lib.emulator.machine.request import Settings
+from dsv4lib.emulator.machine.scheduler import Scheduler
 from dsv4lib.emulator.machine.warp import Block
 from dsv4lib.errors import ArgumentError
 from tests.emulator.launching import aligned, entry, launch, prepare
@@ -93,6 +94,24 @@ def test_deadlock_reports_the_block():
     LOG.clear()
     with pytest.raises(Deadlock, match=r"warp 0: probe: 1 of 5 completed, PTX line \d+: testwait.u32 5"):
         launch(entry("", "testissue.u32 0; testwait.u32 5;"))
+
+
+@pytest.mark.parametrize("progress", [0, 5])
+def test_waits_that_expire_again_and_again_are_a_deadlock(progress):
+    """Suspensions end in sixteen rounds without progress; after progress in round 5 they are counted anew."""
+    machine = prepare(entry("", "testwait.u32 99;"))
+    scheduler, rounds = Scheduler(machine), []
+
+    def expire():
+        rounds.append(machine.progress)
+        if len(rounds) == progress:
+            machine.changed()
+        return True
+
+    scheduler.expire_waits = expire
+    with pytest.raises(Deadlock, match="of 99 completed"):
+        scheduler.run()
+    assert len(rounds) == progress + 16
 
 
 # Each CTA waits for the flag of the next one: they must all be resident at the same time.

@@ -52,9 +52,13 @@ class Entry:
 
     kind: str
     pattern: str
-    regex: re.Pattern[str]
     implementation: Callable[..., Any]
     note: str
+
+    @functools.cached_property
+    def regex(self) -> re.Pattern[str]:
+        """Compile the pattern when its opcode is first asked for: a launch needs a tenth of the patterns."""
+        return compile_pattern(self.pattern)
 
 
 _ENTRIES: dict[str, list[Entry]] = {}
@@ -88,8 +92,7 @@ def register(kind: str, *patterns: str, note: str = "") -> Callable[[Callable[..
     def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
         for pattern in patterns:
             base = re.split(r"[.\[<]", pattern, maxsplit=1)[0]
-            entry = Entry(kind, pattern, compile_pattern(pattern), implementation, note)
-            _ENTRIES.setdefault(base, []).append(entry)
+            _ENTRIES.setdefault(base, []).append(Entry(kind, pattern, implementation, note))
         return implementation
 
     return add

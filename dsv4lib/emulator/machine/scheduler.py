@@ -49,7 +49,7 @@ class Scheduler:
         self.units = machine.units
         self.ready: list[Warp] = []
         self.blocked: list[Warp] = []
-        self.hash = self.fruitless = 0
+        self.hash = self.fruitless = self._expiries = 0
         program, self.trace = machine.program, machine.trace
         self._run = run_loop(counting=self.trace is not None)
         records = program.records if self.trace is None else self.trace.counting_records()
@@ -62,7 +62,6 @@ class Scheduler:
         self._live: dict[Cluster, int] = {}
         self._seen = -1
         self._progress, self._idle, self._since = 0, 0, 0
-        self._expired_at, self._expiries = -1, 0
         self._limit, self._deadline, self._began = machine.settings.instruction_limit, 0.0, 0.0
         self._resident = self.builder.resident_clusters()
         # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
@@ -90,6 +89,7 @@ class Scheduler:
         """Launch the first clusters; from here on the time limit counts."""
         self._deadline, self._began = time.monotonic() + self.machine.settings.time_limit, time.process_time()
         self._launch()
+        self._progress = self.machine.progress
 
     def step(self, limit: int | None = None) -> None:
         """Run one slice of the policy and the completions that follow it. Errors as of `run`.
@@ -108,7 +108,8 @@ class Scheduler:
         if machine.events != self._seen:
             self.wake()
         if machine.progress != self._progress:
-            self._progress, self._idle, self._since, self.fruitless = machine.progress, 0, machine.time, 0
+            self._progress, self._since = machine.progress, machine.time
+            self._idle = self.fruitless = self._expiries = 0
         self._idle += 1
         spinning = self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING
         if self._live and (spinning or not (self.ready or completed)):
@@ -363,8 +364,6 @@ class Scheduler:
         """
         if self.force_stalled():
             return
-        if self._expired_at != self.machine.progress:
-            self._expired_at, self._expiries = self.machine.progress, 0
         self._expiries += 1
         if self._expiries > _EXPIRIES or not self.expire_waits():
             raise Deadlock(self.report())

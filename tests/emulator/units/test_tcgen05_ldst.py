@@ -77,6 +77,7 @@ def test_load(shape, num, warp):
     assert (bench.reg("%r10", warp) == POISON).all()
     bench.serve(1, warp)
     assert bench.hazards == []
+    assert bench.machine.stats == {"tcgen05_ld_bytes": 128 * num * PER_NUM[shape]}
     for i, t in itertools.product(range(num * PER_NUM[shape]), range(32)):
         lane, c = cell(shape, t, i, 48)
         assert bench.reg(f"%r{10 + i}", warp)[t] == tmem.data[32 * warp + low + lane, column + c], (i, t)
@@ -97,6 +98,7 @@ def test_store(shape, num):
     for i in range(len(values)):  # registers may be reused at once
         bench.reg(f"%r{10 + i}", 1)[:] = 0
     bench.serve(1, 1)
+    assert bench.machine.stats == {"tcgen05_st_bytes": 128 * num * PER_NUM[shape]}
     expected, init = before.copy(), np.zeros((128, 512), bool)
     for i, t in itertools.product(range(len(values)), range(32)):
         lane, c = cell(shape, t, i, 48)
