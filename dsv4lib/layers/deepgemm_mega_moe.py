@@ -32,7 +32,7 @@ ROWS = scale_swizzle.ROWS
 
 
 class Group(Protocol):
-    """What is asked of a process group."""
+    """Methods of a process group that are called."""
 
     def size(self) -> int:
         """Return the number of ranks."""
