@@ -13,8 +13,9 @@ slots are added in order in fp32. What differs, beside the order of weights:
     fast_math=False            has an effect (`mega_moe`)
     sizes                      H and I are multiples of 256, k is 16 at most: others are refused
 
-Source: FlashInfer, ``moe_ep/backends/mega/kernel`` (NVFP4 front end), names and meaning of arguments alone. Not carried
-are its options of other results: combine in MXFP8 or NVFP4, sums of bf16 by atomics.
+Source: FlashInfer 0.7.2, ``moe_ep/kernel_src/sm100/cutedsl_megamoe``, names and meaning of arguments alone. Options
+that the kernel does not have are refused by name: other activations, results in MXFP8 or NVFP4, sums of bf16 by
+atomics, results that are not summed, tuning.
 """
 
 from __future__ import annotations
@@ -32,6 +33,18 @@ from dsv4lib.ops.moe_gemm.operands import Operand
 
 MODE = "nvfp4"
 THEIR_RUN, OUR_RUN = 16, 8  # rows of gate, then of up
+# Options of FlashInfer's -> values that mean what the kernel does.
+PLAIN = {
+    "activation": ("swiglu",),
+    "swiglu_alpha": (None, 1.0),
+    "swiglu_beta": (None, 0.0),
+    "situ_beta": (None,),
+    "situ_linear_beta": (None,),
+    "enable_in_kernel_fc2_reduce": (False,),
+    "defer_topk_reduce": (False,),
+    "combine_dtype": ("bf16",),
+    "knobs": (None,),
+}
 FLAT = "a view [E, K / 2, N] whose K is contiguous, as FlashInfer's preprocessing makes it"
 
 
@@ -115,12 +128,21 @@ def get_symm_buffer_for_mega_moe(
     rank: int,
     world_size: int,
     *,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
     gate_up_clamp: float | None = None,
     activation_clamp: float | None = None,
+    activation: str = "swiglu",
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
     apply_topk_in_fc1: bool = True,
+    enable_in_kernel_fc2_reduce: bool = False,
+    defer_topk_reduce: bool = False,
+    combine_dtype: str = "bf16",
     fc1_alpha: Tensor | float | None = None,
     fc2_alpha: Tensor | float | None = None,
     fc1_norm_const: Tensor | float | None = None,
+    knobs: dict | None = None,
     make_buffer: Callable[[Layout], SymmetricBuffer] | None = None,
     backend: str = "auto",
     device: str = "cpu",
@@ -135,13 +157,26 @@ def get_symm_buffer_for_mega_moe(
         apply_topk_in_fc1: routing weights multiply h before it is quantised; False: results.
         fc1_alpha, fc2_alpha: factors of the sums, fp32 [E / W], or one for all; None: 1.
         fc1_norm_const: what h is multiplied by before its scales are chosen, likewise.
+        swiglu_alpha, swiglu_beta, activation, situ_beta, situ_linear_beta, enable_in_kernel_fc2_reduce,
+            defer_topk_reduce, combine_dtype, knobs: as in `PLAIN`.
         make_buffer: ours alone: makes symmetric memory of a layout; None: ordinary memory, of one rank.
         backend, device: ours alone, of `mega_moe` and of the memory.
 
     Raises:
-        ArgumentError: factors of another type, shape or value, two clamps, memory of another layout, several ranks
-            without ``make_buffer``. ConfigError: sizes that the kernel does not have.
+        ArgumentError: an option that the kernel does not have, factors of another type, shape or value, two clamps,
+            memory of another layout, several ranks without ``make_buffer``. ConfigError: sizes that it does not have.
     """
+    _refuse_others(
+        activation=activation,
+        swiglu_alpha=swiglu_alpha,
+        swiglu_beta=swiglu_beta,
+        situ_beta=situ_beta,
+        situ_linear_beta=situ_linear_beta,
+        enable_in_kernel_fc2_reduce=enable_in_kernel_fc2_reduce,
+        defer_topk_reduce=defer_topk_reduce,
+        combine_dtype=combine_dtype,
+        knobs=knobs,
+    )
     clamp = _clamp(gate_up_clamp, activation_clamp)
     if intermediate % 2:
         raise ArgumentError("intermediate", intermediate, "even: rows of gate and up together")
@@ -160,33 +195,43 @@ def get_symm_buffer_for_mega_moe(
 
 @typed
 def nvfp4_mega_moe(
-    y: Tensor,
+    y: Tensor | None,
     transformed_l1: Operand,
     transformed_l2: Operand,
     symm_buffer: MegaMoESymmBuffer,
     *,
     num_tokens: int | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
     gate_up_clamp: float | None = None,
     activation_clamp: float | None = None,
     fast_math: bool = True,
-) -> None:
+    sync: bool = False,
+) -> Tensor | None:
     """Send the tokens that are in ``symm_buffer`` through the experts of all ranks.
 
     Args:
-        y: bf16 [n, H], written.
+        y: bf16 [n, H], written; None: a new one is returned.
         transformed_l1, transformed_l2: what `operands_of` made.
         symm_buffer: its first n tokens are this rank's.
         num_tokens: n; None: all that there is room for, of which those with experts -1 count nothing.
         gate_up_clamp: from this call on; None: as it was. activation_clamp: its older name. fast_math: of `mega_moe`.
+        swiglu_alpha, swiglu_beta: as in `PLAIN`. sync: wait for a GPU's stream.
+
+    Returns:
+        None, or where y is None the new tensor.
 
     Raises:
-        ArgumentError: a tensor of another type or shape, memory that is destroyed; see also `mega_moe`.
+        ArgumentError: an option that the kernel does not have, a tensor of another type or shape, memory that is
+            destroyed; see also `mega_moe`.
     """
     memory = symm_buffer._there()
     count = symm_buffer.num_max_tokens if num_tokens is None else num_tokens
     if not 0 <= count <= symm_buffer.num_max_tokens:
         raise ArgumentError("num_tokens", count, f"0 to {symm_buffer.num_max_tokens}")
-    if y.dtype != torch.bfloat16 or tuple(y.shape) != (count, symm_buffer.hidden):
+    _refuse_others(swiglu_alpha=swiglu_alpha, swiglu_beta=swiglu_beta)
+    out = torch.empty(count, symm_buffer.hidden, dtype=torch.bfloat16, device=memory.x.device) if y is None else y
+    if y is not None and (y.dtype != torch.bfloat16 or tuple(y.shape) != (count, symm_buffer.hidden)):
         raise ArgumentError("y", f"{y.dtype}{list(y.shape)}", f"torch.bfloat16[{count}, {symm_buffer.hidden}]")
     clamp = _clamp(gate_up_clamp, activation_clamp)
     if clamp is not None:
@@ -195,7 +240,10 @@ def nvfp4_mega_moe(
     tokens = (x[:count] for x in (memory.x, memory.x_scales, memory.topk_idx, memory.topk_weights))
     weighted = "l1" if symm_buffer.apply_topk_in_fc1 else "l2"
     how = {"weighted": weighted, "clamp": limit, "fast_math": fast_math, "backend": symm_buffer.backend}
-    mega_moe(*tokens, transformed_l1, transformed_l2, memory, **symm_buffer.factors(), **how, out=y)
+    mega_moe(*tokens, transformed_l1, transformed_l2, memory, **symm_buffer.factors(), **how, out=out)
+    if sync and out.is_cuda:
+        torch.cuda.synchronize(out.device)
+    return out if y is None else None
 
 
 @typed
@@ -243,6 +291,13 @@ def _rows(name: str, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     if tuple(scales.shape) != wanted:
         raise ArgumentError(f"{name}[1].shape", tuple(scales.shape), str(wanted))
     return raw, scales.view(torch.uint8)
+
+
+def _refuse_others(**given: object) -> None:
+    """Refuse options that mean anything but what the kernel does."""
+    for name, value in given.items():
+        if value not in PLAIN[name]:
+            raise ArgumentError(name, value, " or ".join(map(repr, PLAIN[name])))
 
 
 def _clamp(gate_up_clamp: float | None, activation_clamp: float | None) -> float | None:

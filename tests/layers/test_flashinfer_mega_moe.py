@@ -104,6 +104,8 @@ def test_a_rank_alone(backend):
     nvfp4_mega_moe(whole, l1, l2, buffer, activation_clamp=0.5)
     assert near(whole[:17], want(given, 0.5)) and not whole[17:].any() and buffer.gate_up_clamp == 0.5
     nvfp4_mega_moe(y[:0], l1, l2, buffer, num_tokens=0)
+    new = nvfp4_mega_moe(None, l1, l2, buffer, num_tokens=17, swiglu_alpha=1.0, swiglu_beta=0.0, sync=True)
+    assert torch.equal(new, whole[:17])
     after = buffer_of(backend=backend, apply_topk_in_fc1=False, gate_up_clamp=None)
     fill(after, given)
     nvfp4_mega_moe(y, l1, l2, after, num_tokens=17)
@@ -186,6 +188,15 @@ def test_numbers_for_all_experts():
         ("fc1_alpha", (*SIZES, 0, 1), {"fc1_alpha": torch.ones(3)}),
         ("fc2_alpha", (*SIZES, 0, 1), {"fc2_alpha": torch.ones(4).double()}),
         ("fc1_norm_const", (*SIZES, 0, 1), {"fc1_norm_const": 0.0}),
+        ("activation", (*SIZES, 0, 1), {"activation": "situ", "situ_beta": 1.0}),
+        ("swiglu_alpha", (*SIZES, 0, 1), {"swiglu_alpha": 1.702, "swiglu_beta": 1.0}),
+        ("swiglu_beta", (*SIZES, 0, 1), {"swiglu_alpha": 1.0, "swiglu_beta": 1.0}),
+        ("situ_beta", (*SIZES, 0, 1), {"situ_beta": 1.0}),
+        ("situ_linear_beta", (*SIZES, 0, 1), {"situ_linear_beta": 1.0}),
+        ("enable_in_kernel_fc2_reduce", (*SIZES, 0, 1), {"enable_in_kernel_fc2_reduce": True}),
+        ("defer_topk_reduce", (*SIZES, 0, 1), {"defer_topk_reduce": True}),
+        ("combine_dtype", (*SIZES, 0, 1), {"combine_dtype": "mxfp8"}),
+        ("knobs", (*SIZES, 0, 1), {"knobs": {"flag_batch": 2}}),
     ],
 )
 def test_sizes_and_factors_that_are_refused(name, sizes, options):
@@ -205,6 +216,7 @@ def test_calls_that_are_refused():
         ("y", (y.float(), l1, l2, buffer), {"num_tokens": 3}),
         ("transformed_l1", (y, layers[0], l2, buffer), {"num_tokens": 3}),
         ("gate_up_clamp", (y, l1, l2, buffer), {"num_tokens": 3, "gate_up_clamp": float("nan")}),
+        ("swiglu_alpha", (y, l1, l2, buffer), {"num_tokens": 3, "swiglu_alpha": 1.702}),
     ):
         with pytest.raises(ArgumentError) as caught:
             nvfp4_mega_moe(*given, **options)
