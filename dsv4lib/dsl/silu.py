@@ -35,10 +35,10 @@ LOW = math.log2(math.e) - HIGH
 
 @dsl_user_op
 def silu(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """Return x / (1 + exp(-x)); NaN stays NaN. The quotient is rounded once (div.rn)."""
+    """Return x / (1 + exp(-x)); NaN stays NaN, by the quotient, which is rounded once."""
     text = (
         "{ .reg .f32 y, n, f, d; "
-        f"max.NaN.f32 y, {{$r0}}, {_hex(LOWEST)}; "
+        f"max.f32 y, {{$r0}}, {_hex(LOWEST)}; "
         f"mul.rn.f32 n, y, {_hex(-HIGH)}; cvt.rni.f32.f32 n, n; neg.f32 d, n; "
         f"fma.rn.f32 f, y, {_hex(-HIGH)}, d; fma.rn.f32 f, y, {_hex(-LOW)}, f; "
         f"ex2.approx.f32 f, f; add.rn.f32 f, f, f; add.rn.f32 n, n, {_hex(-1.0)}; ex2.approx.f32 n, n; "

@@ -67,7 +67,7 @@ def test_ends():
     """From where exp(-x) leaves fp32, at 0 of both signs, at numbers without a fraction, NaN."""
     x = torch.tensor([-88.7, -88.0, -87.5, 0.0, -0.0, 1e-30, 88.0, 1e30, -1e-40])
     slow, _ = both(x)
-    assert float(relative(slow, x)[1:].max()) < 8 and torch.equal(slow[3:5].signbit(), torch.tensor([False, True]))
+    assert float(relative(slow, x).max()) < 8 and torch.equal(slow[3:5].signbit(), torch.tensor([False, True]))
     past, _ = both(torch.tensor([-89.5, -1000.0, -1e30, -3.4e38]))
     assert not past.any()
     whole = torch.arange(-60.0, 10.0)
