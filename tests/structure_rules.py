@@ -28,6 +28,26 @@ def rules(folder: Path, root: Path) -> list[str]:
     return [what for what, there in found.items() if not there]
 
 
+def cpp_rules(source: Path, root: Path) -> list[str]:
+    """Name what a kernel in CUDA C++ lacks: "host", "faults", "tests", "matrix", "budget", "schedules", "comment"."""
+    folder = source.parent
+    host = folder / "cpp.py"
+    text = host.read_text() if host.is_file() else ""
+    use = re.compile(rf"dsv4lib\.ops\.{folder.name}(?:\.cpp| import (?:\w+, )*cpp)\b")
+    files = [path.read_text() for path in (root / "tests" / "ops" / folder.name).glob("test_*.py")]
+    tests = "".join(one for one in files if use.search(one))
+    found = {
+        "host": bool(text),
+        "faults": "FAULTS = {" in text and "cpp.FAULTS" in tests,
+        "tests": bool(tests),
+        "matrix": bool(MATRIX.search(tests)),
+        "budget": bool(BUDGET.search(tests)),
+        "schedules": "SCHEDULES" in tests,
+        "comment": source.read_text().startswith("// "),
+    }
+    return [what for what, there in found.items() if not there]
+
+
 def runs_kernels(stage: Path, root: Path) -> bool:
     """Tell whether a stage's notebook, or the page that it imports, runs an op of dsv4lib."""
     text = (root / tomllib.loads(stage.read_text())["notebook"]).read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure_rules import rules, runs_kernels
+from tests.structure_rules import cpp_rules, rules, runs_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dsv4lib"
@@ -222,6 +222,23 @@ def test_a_kernel_has_tests_a_budget_bench_rows_and_a_stage():
     folders = [path for path in sorted((PACKAGE / "ops").iterdir()) if path.is_dir() and path.name != "common"]
     found = {path.name: lacking for path in folders if (lacking := rules(path, ROOT))}
     assert found == {name: what for name, (what, _) in LACKING.items()}
+
+
+CUDA_SOURCES = sorted(path for kind in ("*.cu", "*.cuh") for path in PACKAGE.rglob(kind))
+
+
+def test_a_kernel_in_cuda_cpp_has_a_host_side_faults_and_tests(tmp_path):
+    sources = [path for path in CUDA_SOURCES if path.suffix == ".cu"]
+    assert len(sources) >= 6
+    assert {str(path.relative_to(PACKAGE)): lacking for path in sources if (lacking := cpp_rules(path, ROOT))} == {}
+    (tmp_path / "kernel.cu").write_text("extern")
+    assert cpp_rules(tmp_path / "kernel.cu", ROOT) == "host faults tests matrix budget schedules comment".split()
+
+
+@pytest.mark.parametrize("path", CUDA_SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_cuda_sources_have_a_readable_size(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MAX_FILE and max(map(len, lines)) <= 120 and not any(line != line.rstrip() for line in lines)
 
 
 # Stages that import ops and yet run under any back end, and why.

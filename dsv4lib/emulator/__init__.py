@@ -7,6 +7,7 @@ gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(...
 
 with emulator.devices(2) as gpus: ...                # several, with memory that all share, see driver/devices.py
 emulator.launch(compiled, a, b)                      # one call, nothing patched
+emulator.launch_ptx(ptx, name, grid, block, ...)     # PTX and packed parameters, on torch tensors in place
 emulator.emulate("script.py", ["--its", "args"])     # any script, in a fresh process
 emulator.gpu.load("kernel.ptx")                      # PTX alone, launched on numpy arrays, see gpu/
 """

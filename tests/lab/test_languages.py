@@ -44,6 +44,14 @@ def test_the_table_holds_what_the_page_says_of_it(compared):
     assert total == int(found["instructions"][1])
 
 
+def test_the_other_kernels_are_what_the_page_says_of_them():
+    found = {name.partition(",")[0]: numbers for name, *numbers in languages.others()}
+    assert set(found) == {"topk", "router", "compressor", "a tile of scores"}
+    assert all(0 < number < 5000 for numbers in found.values() for number in numbers)
+    assert found["compressor"][2] > 2 * found["compressor"][3]  # registers: all rows at once, or one after the other
+    assert found["router"][1] > found["router"][0]
+
+
 def test_widths_of_global_accesses():
     assert ptx.global_widths(PTX) == {16: 2, 2: 1}
 

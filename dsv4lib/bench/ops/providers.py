@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 import torch._dynamo
 
-from dsv4lib.bench.ops.case import Call, Given, Provider
+from dsv4lib import nvrtc
+from dsv4lib.bench.ops import peers
+from dsv4lib.bench.ops.case import Absent, Call, Given, Provider
+from dsv4lib.errors import BackendUnavailable
 
 Outputs = Mapping[str, torch.Tensor]
+IN_CPP = "ours, CUDA C++"
 
 
 def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Given, Outputs], None]) -> Provider:
@@ -20,6 +24,20 @@ def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Gi
         return lambda: write(given, out), out
 
     return Provider(name, bind)
+
+
+def in_cpp(bind: Callable[[Given], tuple[Call, Outputs]]) -> Provider:
+    """Return an op's kernel in CUDA C++, absent without NVRTC or the DSL, which its host side imports."""
+
+    def checked(given: Given) -> tuple[Call, Outputs]:
+        peers.need("cutlass")
+        try:
+            nvrtc.library()
+        except BackendUnavailable as error:
+            raise Absent(str(error)) from None
+        return bind(given)
+
+    return Provider(IN_CPP, checked)
 
 
 def functional(name: str, compute: Callable[[Given], Outputs]) -> Provider:

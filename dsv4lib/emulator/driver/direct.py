@@ -52,11 +52,14 @@ def launch_ptx(
     size = max((param.offset + param.size for param in kernel.params), default=0)
     if len(params) < size:
         raise ArgumentError("params", f"{len(params)} bytes", f"the {size} bytes of the parameters of {name}")
+    inside = bool(RUNTIME.devices)
     if gpu is None:
         gpu = RUNTIME.device() if RUNTIME.devices else make(module.target)
     attributes = {"programmatic": True} if programmatic else {}
     with active(gpu):
         for tensor in tensors:
+            if inside:  # of a group's device perhaps, whose memory it then is
+                RUNTIME.track(tensor)
             gpu.memory.tensor(tensor)
         request = LaunchRequest(
             name, module, grid, block, kernel.cluster or (1, 1, 1), dynamic_smem, params, attributes, gpu.ctas

@@ -38,6 +38,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dsv4lib.bench.ops import providers as bench_providers
 from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.formats import hadamard, indexer_key, kv_entry
 from dsv4lib.formats.paged import PageLayout
@@ -205,7 +206,7 @@ def _row(name: str, tokens: int, rate: int, dim: int, form: str, kind: str, goal
         flops=0,
         given=functools.partial(given, *args),
         check=check,
-        providers=providers(running),
+        providers=providers(running, kind),
         goal=goal,
     )
 
@@ -229,6 +230,18 @@ def _ours(given: Given, out: Mapping[str, torch.Tensor], state: op.Ring | op.Run
     return functools.partial(op.compressor, *call, eps=given["eps"])
 
 
+def _in_cpp(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
+    """Bind a decode step by the kernel in CUDA C++, with a state of rows."""
+    from dsv4lib.ops.compressor import cpp
+
+    weights = op.Weights(*(given[name] for name in ("ape", "norm", "cos", "sin")))
+    batch = op.Batch(given["requests"], given["slots"], True)
+    out = _outputs(given)
+    pages = op.Pages(out["pages"], given["page_size"], given["format"])
+    call = given["kv"], given["gate"], weights, batch, op.Ring(out["state_k"], out["state_z"]), pages
+    return functools.partial(cpp.compressor, *call, eps=given["eps"]), out
+
+
 def _ring(name: str) -> Provider:
     """Our op with a state of rows."""
 
@@ -249,9 +262,11 @@ def _running(name: str) -> Provider:
     return Provider(name, bind)
 
 
-def providers(running: bool) -> tuple[Provider, ...]:
+def providers(running: bool, kind: str = "prefill") -> tuple[Provider, ...]:
     """Ours, then the peers."""
-    return _running("ours") if running else _ring("ours"), compressor_plain.provider(running), *peers.providers()
+    in_cpp = (bench_providers.in_cpp(_in_cpp),) if kind == "decode" and not running else ()
+    ours = _running("ours") if running else _ring("ours")
+    return ours, compressor_plain.provider(running), *in_cpp, *peers.providers()
 
 
 def rows() -> list[Row]:

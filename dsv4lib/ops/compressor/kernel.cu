@@ -202,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int j = 0; j < kPooled - 1; ++j) {  // the last one is the new row
         const int old = (window + 1) * RATE - kPooled + j;
         if (old < 0) continue;
-        const int column = channel + (OVERLAP && j >= RATE ? DIM : 0);
-        softmax.add(load(state.z + old % ROWS * state.z_row + column), load(state.k + old % ROWS * state.k_row + column));
+        const int ring = old % ROWS, column = channel + (OVERLAP && j >= RATE ? DIM : 0);
+        softmax.add(load(state.z + ring * state.z_row + column), load(state.k + ring * state.k_row + column));
       }
       softmax.add(new_z[kHalves - 1], new_k[kHalves - 1]);
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4lib.bench.ops import inputs, providers
-from dsv4lib.bench.ops.case import Given, Row
+from dsv4lib.bench.ops.case import Call, Given, Row
 from dsv4lib.ops.rmsnorm import op, peers
 from dsv4lib.reference import rmsnorm as oracle
 
@@ -39,6 +39,7 @@ def _row(model: str, tokens: int) -> Row:
             providers.in_place("ours", lambda g: {"y": torch.empty_like(g["x"])}, _ours),
             providers.compiled(_plain, "x", "weight", "eps"),
             providers.functional("torch rms_norm", _library),
+            providers.in_cpp(_in_cpp),
             *peers.providers(),
         ),
         copy_goal=0.9 if tokens == inputs.PREFILL else None,
@@ -51,6 +52,13 @@ def _check(given: Given, outputs: Mapping[str, Tensor]) -> None:
 
 def _ours(given: Given, out: Mapping[str, Tensor]) -> None:
     op.rmsnorm(given["x"], given["weight"], given["eps"], out=out["y"])
+
+
+def _in_cpp(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
+    from dsv4lib.ops.rmsnorm import cpp
+
+    x, weight, eps, y = given["x"], given["weight"], given["eps"], torch.empty_like(given["x"])
+    return lambda: cpp.rmsnorm(x, weight, eps, out=y), {"y": y}
 
 
 def _plain(x: Tensor, weight: Tensor, eps: float) -> dict[str, Tensor]:

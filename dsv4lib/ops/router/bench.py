@@ -47,6 +47,7 @@ def _row(model: str, tokens: int) -> Row:
             Provider("ours", _fused if tokens in inputs.DECODE else _after_a_gemm),
             providers.functional("cuBLAS + torch.topk", _plain),
             Provider("cuBLAS + torch.compile", _compiled),
+            *((providers.in_cpp(_in_cpp),) if tokens in inputs.DECODE else ()),
             *peers.providers(),
         ),
         goal=0.6 if tokens in inputs.DECODE else None,
@@ -78,6 +79,15 @@ def _fused(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
     options = {"k": given["k"], "factor": given["factor"], "bias": given["bias"]}
     both = out["experts"], out["weights"]
     return lambda: op.router(x, weight, **options, out=both, space=space), out
+
+
+def _in_cpp(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
+    from dsv4lib.ops.router import cpp
+
+    out, x, weight = _new(given), given["x"], given["weight"]
+    options = {"k": given["k"], "factor": given["factor"], "bias": given["bias"]}
+    both = out["experts"], out["weights"]
+    return lambda: cpp.router(x, weight, **options, out=both), out
 
 
 def _after_a_gemm(given: Given) -> tuple[Call, Mapping[str, Tensor]]:

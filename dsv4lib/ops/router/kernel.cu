@@ -4,8 +4,8 @@
 //     experts = the K best of a + bias               equal scores: the lower number; HASHED: table[tokens[t]]
 //     weights = factor a / sum of the K a
 //
-// A warp computes one logit after the other, all lanes along the columns. Then one warp selects: K times the best of the
-// keys that its lanes hold. NaN ranks last and makes all weights of its token NaN.
+// A warp computes one logit after the other, all lanes along the columns. Then one warp selects: K times the best of
+// the keys that its lanes hold. NaN ranks last and makes all weights of its token NaN.
 #include "dsv4.cuh"
 
 using Bf16x8 = Vector<__nv_bfloat16>;

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from dsv4lib.bench.ops import providers
-from dsv4lib.bench.ops.case import Given, Provider, Row
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.ops.topk import op, peers
 
 LENGTHS, BATCHES = (1024, 8192, 32768, 262144), (1, 8, 32, 128)
@@ -78,7 +78,12 @@ def _row(model: str, batch: int, length: int, kind: str = "") -> Row:
         flops=0,
         given=partial(_given, batch, length, k, kind),
         check=_check,
-        providers=(_ours(), providers.functional("torch.topk", _torch_topk), *peers.providers()),
+        providers=(
+            _ours(),
+            providers.functional("torch.topk", _torch_topk),
+            providers.in_cpp(_in_cpp),
+            *peers.providers(),
+        ),
         goal=None if batch == PREFILL[0] else 0.5 if big else 1.0,
     )
 
@@ -114,6 +119,14 @@ def _ours() -> Provider:
         op.topk(given["scores"], given["k"], given["lengths"], out=out["indices"], backend="native")
 
     return providers.in_place("ours", outputs, write)
+
+
+def _in_cpp(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
+    from dsv4lib.ops.topk import cpp
+
+    scores, lengths, k = given["scores"], given["lengths"], given["k"]
+    out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
+    return lambda: cpp.topk(scores, k, lengths, out=out), {"indices": out}
 
 
 def _torch_topk(given: Given) -> Mapping[str, torch.Tensor]:

@@ -11,9 +11,22 @@ from dsv4lib import emulator
 from dsv4lib.dsl.compile import Compiled
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.common import cpp as cpp_cache
+from dsv4lib.ops.compressor import arguments as compressor_arguments
+from dsv4lib.ops.compressor import cpp as compressor_cpp
+from dsv4lib.ops.compressor.kernel import Compressor
+from dsv4lib.ops.fmha import arguments as fmha_arguments
+from dsv4lib.ops.fmha import cpp as fmha_cpp
+from dsv4lib.ops.fmha.ladder import Ladder
 from dsv4lib.ops.rmsnorm import arguments, cpp
 from dsv4lib.ops.rmsnorm.kernel import RmsNorm
 from dsv4lib.ops.rmsnorm.op import Norm, rmsnorm
+from dsv4lib.ops.router import arguments as router_arguments
+from dsv4lib.ops.router import cpp as router_cpp
+from dsv4lib.ops.router.kernel import Router
+from dsv4lib.ops.topk import arguments as topk_arguments
+from dsv4lib.ops.topk import cpp as topk_cpp
+from dsv4lib.ops.topk.kernel import TopK
+from dsv4lib.ops.topk.plan import plan
 from dsv4lib.viz import ptx
 from dsv4lib.viz.table import show_table
 
@@ -80,3 +93,36 @@ def show_counts(compared: Compared) -> None:
 def show_ptx(compared: Compared) -> None:
     """Display how both go on from the load of the row: converting, squaring, adding up."""
     ptx.show_beside({name: ptx.passage(one.ptx, ROW_LOAD, LENGTH) for name, one in compared.code.items()})
+
+
+def others() -> list[tuple[str, int, int, int, int]]:
+    """Compile the other kernels that both languages have. Instructions and registers of the DSL's and of the C++."""
+    scores, heads = 1024, 128
+    twins = {
+        f"topk, 512 of {scores} scores": (TopK, plan(1, scores, 512), topk_arguments, topk_cpp.kernel(scores)),
+        "router, 6 of 256, from logits": (Router, {}, router_arguments, router_cpp.kernel(256, 6)),
+        "compressor, a step of CSA": (
+            Compressor,
+            {"single": True},
+            compressor_arguments,
+            compressor_cpp.kernel(Compressor(single=True)),
+        ),
+        f"a tile of scores, {heads} dims": (
+            Ladder,
+            {"stage": "a", "head_dim": heads},
+            fmha_arguments,
+            fmha_cpp.kernel(heads, torch.bfloat16),
+        ),
+    }
+    found = []
+    for name, (kind, settings, makes, kernel) in twins.items():
+        _, dsl = compile_cache.default().get(kind, settings, makes.fake_args, ARCH)
+        both = dsl, cpp_cache.compiled(kernel, ARCH)
+        counts = [sum(1 for _ in ptx.instructions(one.ptx)) for one in both]
+        found.append((name, *counts, *(one.registers for one in both)))
+    return found
+
+
+def show_others() -> None:
+    """Display `others`."""
+    show_table(("", *(f"{what}, {name}" for what in ("instructions", "registers") for name in (DSL, CPP))), others())

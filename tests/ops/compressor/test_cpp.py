@@ -148,3 +148,20 @@ def test_as_the_op_has_it_and_bad_arguments():
     ):
         with pytest.raises(ArgumentError, match=name):
             call(**changes)
+
+
+def test_padded_rows_are_neither_read_nor_written():
+    """Requests without rows, with a negative start or place; their rows are NaN, what they name does not exist."""
+    real = cases.make(4, [1, 1], [3, 6], single=True, seed=3)
+    nowhere, places = 1 << 30, [1, 3]
+    table = torch.tensor([[0, 0, nowhere, nowhere], [0] * 4, [2, 1, -1, nowhere], [0] * 4, [4, 1, 3, -1]]).int()
+    table[places] = real.batch.requests
+    table[places, 0] = torch.tensor(places).int()
+    kv, gate = (torch.full((5, x.shape[1]), torch.nan) for x in (real.kv, real.gate))
+    kv[places], gate[places] = real.kv, real.gate
+    slots = torch.full((5,), -1, dtype=torch.int32)
+    slots[places] = real.batch.slots
+    padded = real._replace(kv=kv, gate=gate, batch=real.batch._replace(requests=table, slots=slots))
+    found, want = (run(case, "kv", "sm_100a") for case in (padded, real))
+    assert torch.equal(found[0], want[0])
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found[1], want[1], strict=True))
