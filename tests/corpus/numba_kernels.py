@@ -37,4 +37,3 @@ def histogram(values, out):
 def total(a, b):
     """Sum of an array, by numba's own reduction."""
     return a + b
-

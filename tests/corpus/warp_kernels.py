@@ -16,7 +16,7 @@ def rotate(points: wp.array(dtype=wp.vec3), turn: wp.quat, out: wp.array(dtype=w
 def potential(points: wp.array(dtype=wp.vec3), out: wp.array(dtype=float)):
     """Sum of squared distances to all points."""
     i = wp.tid()
-    total = float(0.0)
+    total = float(0.0)  # noqa: UP018  a variable of Warp, not a constant
     for j in range(points.shape[0]):
         total += wp.length_sq(points[i] - points[j])
     wp.atomic_add(out, 0, total)
