@@ -46,7 +46,9 @@ def all_cases() -> list[Any]:
     import cases_flashinfer
     import cases_quack
     import cases_quack_more
+    import cases_simt
     import cases_triton
+    import cases_triton_packages
 
     packages = (
         cases_quack,
@@ -57,6 +59,8 @@ def all_cases() -> list[Any]:
         cases_cudnn,
         cases_cudnn_more,
         cases_triton,
+        cases_triton_packages,
+        cases_simt,
     )
     return [case for package in packages for case in package.CASES]
 

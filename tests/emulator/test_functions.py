@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -229,23 +231,56 @@ def test_failed_assertions_stop_with_their_text():
     assert error.value.place.lanes == 0b11 << 30
 
 
-def test_recursion_is_refused_where_it_is_launched():
-    """Another kernel of the file runs."""
+FACTORIAL = """
+.func (.param .b32 r) fact(.param .b32 n) { .reg .b32 %a<4>; .reg .pred %q; ld.param.b32 %a1, [n]; mov.b32 %a2, 1;
+setp.lt.u32 %q, %a1, 2; @%q bra DONE; add.u32 %a3, %a1, -1;
+{ .param .b32 m; .param .b32 back; st.param.b32 [m], %a3; call (back), fact, (m); ld.param.b32 %a2, [back]; }
+mul.lo.u32 %a2, %a2, %a1; DONE: st.param.b32 [r], %a2; ret; }
+"""
+FIBONACCI = """
+.func (.param .b32 r) fib(.param .b32 n) { .reg .b32 %a<6>; .reg .pred %q; ld.param.b32 %a1, [n];
+setp.lt.u32 %q, %a1, 2; @%q bra DONE; add.u32 %a2, %a1, -1; add.u32 %a3, %a1, -2;
+{ .param .b32 m; .param .b32 back; st.param.b32 [m], %a2; call.uni (back), fib, (m); ld.param.b32 %a4, [back]; }
+{ .param .b32 m; .param .b32 back; st.param.b32 [m], %a3; call.uni (back), fib, (m); ld.param.b32 %a5, [back]; }
+add.u32 %a1, %a4, %a5; DONE: st.param.b32 [r], %a1; ret; }
+"""
+APPLY = "{ .param .b32 n; .param .b32 back; st.param.b32 [n], %r2; call (back), NAME, (n); ld.param.b32 %r9, [back]; }"
+
+
+def test_recursion_of_lanes_to_depths_of_their_own():
+    wanted = [math.factorial(lane) % 2**32 for lane in range(32)]
+    got = run(FACTORIAL, "mov.b32 %r2, %r1;" + APPLY.replace("NAME", "fact"))
+    assert got.astype(np.uint32).tolist() == wanted
+    numbers = [0, 1, 1, 2, 3, 5, 8, 13]
+    got = run(FIBONACCI, "rem.u32 %r2, %r1, 8;" + APPLY.replace("NAME", "fib"))
+    assert got.tolist() == [numbers[lane % 8] for lane in range(32)]
+
+
+def test_recursion_that_is_too_deep_stops_the_launch_that_makes_it():
+    """64 levels of one call, 9 of two; another kernel of the file runs, and so does a launch that stays above."""
+    body = APPLY.replace("NAME", "fact")
+    assert run(FACTORIAL, "mov.b32 %r2, 64;" + body).tolist() == [0] * 32  # 64! is a multiple of 2^32
+    with pytest.raises(EmulatorError, match="recursion is deeper"):
+        run(FACTORIAL, "mov.b32 %r2, 65;" + body)
+    body = APPLY.replace("NAME", "fib")
+    assert run(FIBONACCI, "mov.b32 %r2, 9;" + body).tolist() == [34] * 32
+    with pytest.raises(EmulatorError, match="recursion is deeper"):
+        run(FIBONACCI, "mov.b32 %r2, 10;" + body)
     recursive = ".func f() { call f; ret; } .entry other() { call f; ret; }"
     module = parse.parse(entry("u64 out", FRAME + "mov.b32 %r9, 8;" + STORE).replace(HEADER, HEADER + recursive))
     gpu = make("sm_100a")
     out = gpu.copy(np.zeros(32, np.int32))
     gpu.launch(LaunchRequest("k", module, (1, 1, 1), (32, 1, 1), params=out.ctypes.data.to_bytes(8, "little")))
     assert out.tolist() == [8] * 32
-    with pytest.raises(UnsupportedInstruction, match="call of f: recursion is not supported"):
+    with pytest.raises(EmulatorError, match="recursion is deeper"):
         gpu.launch(LaunchRequest("other", module, (1, 1, 1), (32, 1, 1)))
 
 
 @pytest.mark.parametrize(
     ("functions", "body", "error", "text"),
     [
-        (".func f() { call f; ret; }", "call f;", UnsupportedInstruction, "call of f: recursion"),
-        (".func g(); .func f() { call g; } .func g() { call f; }", "call g;", UnsupportedInstruction, "recursion"),
+        (".func f() { call f; ret; }", "call f;", EmulatorError, "recursion is deeper"),
+        (".func g(); .func f() { call g; } .func g() { call f; }", "call g;", EmulatorError, "recursion is deeper"),
         (STEPS, "{ .param .b32 p; call steps, (p); }", PtxSyntaxError, "1 results and arguments, it has 2"),
         (STEPS, "{ .param .b32 p; call (p), steps, (%r1); }", PtxSyntaxError, "only variables of the .param space"),
         (".func f(.reg .b32 %a) { ret; }", "{ .param .b32 p; call f, (p); }", PtxSyntaxError, "declaration"),

@@ -169,6 +169,15 @@ class GlobalRaces:
         """Drop the shadow of an allocation that this launch gives back."""
         self.regions.pop(start, None)
 
+    def recycled(self, address: int, nbytes: int) -> None:
+        """Drop what is known of a piece of an allocation: the allocator's own order stands before its next use."""
+        region = self.region_of(address)
+        if region is not None:
+            self.fold(region)
+            first = (address >> 2) - region.base
+            for array in (region.writer, region.first, region.latest):
+                array[first : first + (nbytes + 3 >> 2)] = 0
+
     # --- order ------------------------------------------------------------------------------------------------------
 
     def acquire(self, cluster: Cluster, word: int, clock: np.ndarray, wide: bool) -> None:

@@ -300,7 +300,7 @@ def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
     arguments.one_of("default_device", default_device, ("cuda", "cpu"))
     need_packages()
     refuse_initialised_cuda()
-    from dsv4lib.emulator.driver import dsl, libcuda, torch_shims
+    from dsv4lib.emulator.driver import driver_library, dsl, torch_shims
 
     with ExitStack() as stack:
         stack.enter_context(unwinding())
@@ -310,7 +310,7 @@ def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
             stack.enter_context(torch_shims.patched(default_device))
         stack.enter_context(active(gpu))
         if shims:
-            stack.enter_context(libcuda.patched(folder))
+            stack.enter_context(driver_library.patched(folder))
         try:
             yield gpu
             RUNTIME.raise_pending()

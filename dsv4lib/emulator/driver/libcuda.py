@@ -10,22 +10,18 @@ raised at the end if the script went on; after it every call fails, as on a GPU.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from dsv4lib.emulator.driver import libnvrtc, script_packages, shared_object
+from dsv4lib.emulator.driver import shared_object
 from dsv4lib.emulator.driver.config import LaunchRefused
-from dsv4lib.emulator.driver.on_import import before_import
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import EmulatorError, LaunchError, PtxSyntaxError
 from dsv4lib.errors import DSV4Error
 
 SONAME = "libcuda.so.1"
-USERS = ("cuda.core", "numba.cuda", "numba_cuda", "warp", "cupy_backends")  # packages that load it
 SUCCESS, INVALID_VALUE, NO_DEVICE, INVALID_PTX, NOT_FOUND, LAUNCH_FAILED, NOT_SUPPORTED = 0, 1, 100, 218, 500, 719, 801
 ENTRIES: dict[str, Any] = {}  # callbacks by name, without version
 SPARE = tuple(f"dsv4_spare_{i}" for i in range(1024))  # names for functions that are not here
@@ -36,7 +32,7 @@ C = ctypes.c_char_p
 _TEXTS: dict[str, Any] = {}  # texts that C code keeps pointers to
 _VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
 _MISSING: dict[str, tuple[str, Any]] = {}  # of functions that are not here: the spare name and the callback
-_LOADED: list[ctypes.CDLL] = []
+LOADED: list[ctypes.CDLL] = []
 
 
 def entry(name: str, *types: Any, release: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -121,7 +117,7 @@ def address(name: str) -> int:
     It lies in the library, not in this process's Python: packages keep it and call it when Python is gone.
     """
     known = served(name)
-    (library,) = _LOADED
+    (library,) = LOADED
     if known is not None:
         return shared_object.address_of(library, known)
     if name not in _MISSING:
@@ -133,13 +129,13 @@ def address(name: str) -> int:
             return NOT_SUPPORTED
 
         _MISSING[name] = SPARE[len(_MISSING)], ctypes.CFUNCTYPE(ctypes.c_int)(missing)
-        _fill()
+        fill()
     return shared_object.address_of(library, _MISSING[name][0])
 
 
-def _fill() -> None:
+def fill() -> None:
     """Write the addresses of all functions into the library's table."""
-    (library,) = _LOADED
+    (library,) = LOADED
     zero = shared_object.address_of(library, shared_object.ZERO)
     callbacks = ENTRIES | dict(_MISSING.values())
     names = (*ENTRIES, *SPARE)
@@ -147,48 +143,8 @@ def _fill() -> None:
     shared_object.fill(library, names, {name: where.get(name, zero) for name in names})
 
 
-def _finish() -> None:
+def finish() -> None:
     """Lead all functions to one that succeeds: Python ends, and destructors of compiled code still come."""
-    (library,) = _LOADED
+    (library,) = LOADED
     names = (*ENTRIES, *SPARE)
     shared_object.fill(library, names, dict.fromkeys(names, shared_object.address_of(library, shared_object.ZERO)))
-
-
-@contextmanager
-def patched(folder: str) -> Iterator[None]:
-    """Load the driver library before a package is imported that needs it, and raise what it has kept.
-
-    Args:
-        folder: private to this process; the library is written there.
-    """
-    RUNTIME.refused = None
-    try:
-        with script_packages.patched(), before_import(dict.fromkeys(USERS, lambda: load(folder))):
-            yield
-        if stopped():
-            raise RUNTIME.refused  # type: ignore[misc]  # not None
-    except BaseException as error:
-        cause = RUNTIME.refused
-        if cause is not None and cause is not error and not isinstance(error, DSV4Error):
-            if stopped():
-                raise error from cause
-            error.add_note(f"before, the emulated driver refused a call: {cause}")
-        raise
-    finally:
-        RUNTIME.refused = None
-
-
-def load(folder: str) -> None:
-    """Load the driver library, once in a process.
-
-    Raises:
-        BackendUnavailable: a driver is loaded already, or there is no stand-in for this machine.
-    """
-    if _LOADED:
-        return
-    from dsv4lib.emulator.driver import libcuda_calls, libcuda_modules  # noqa: F401  they fill ENTRIES
-
-    libnvrtc.load(folder)
-    _LOADED.append(shared_object.load(SONAME, (*ENTRIES, *SPARE), folder))
-    _fill()
-    atexit.register(_finish)

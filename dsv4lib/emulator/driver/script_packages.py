@@ -21,9 +21,11 @@ from dsv4lib.emulator.driver.on_import import when_imported
 from dsv4lib.emulator.driver.patching import Patches, patches
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
+from dsv4lib.errors import BackendUnavailable
 
 MEMORY_POOLS = 115  # device attribute: without them Warp allocates by one function
-_NUMBA, _WARP, _WARP_CONFIG = "numba.cuda.decorators", "warp._src.context", "warp.config"
+_NUMBA, _NUMBA_DRIVER = "numba.cuda.decorators", "numba.cuda.cudadrv.driver"
+_WARP, _WARP_CONFIG = "warp._src.context", "warp.config"
 
 
 @contextmanager
@@ -33,6 +35,7 @@ def patched() -> Iterator[None]:
         actions = {
             _NUMBA: lambda module: _numba(patch, module),
             "numba_cuda." + _NUMBA: lambda module: _numba(patch, module),
+            _NUMBA_DRIVER: _built_in,
             _WARP: lambda module: _warp(patch, module),
             _WARP_CONFIG: lambda module: _warp_config(patch, module),
         }
@@ -52,6 +55,16 @@ def _numba(patch: Patches, module: ModuleType) -> None:
 
     patch.set(module, "jit", jit)
     warnings.filterwarnings("ignore", message=r".*nvJitLink.*", category=RuntimeWarning)
+
+
+def _built_in(module: ModuleType) -> None:
+    """Refuse numba's own CUDA target; numba-cuda has a module of the same name.
+
+    Raises:
+        BackendUnavailable: numba-cuda is not installed.
+    """
+    if "numba_cuda" not in (module.__file__ or ""):
+        raise BackendUnavailable("numba's built-in CUDA target is not supported: pip install numba-cuda, its successor")
 
 
 def _warp_config(patch: Patches, module: ModuleType) -> None:

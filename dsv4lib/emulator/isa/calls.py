@@ -18,7 +18,7 @@ import numpy as np
 
 from dsv4lib.emulator.errors import EmulatorError, MemoryFault
 from dsv4lib.emulator.memory.addressing import LOW_32, is_local
-from dsv4lib.emulator.ptx.functions import NOWHERE
+from dsv4lib.emulator.ptx.functions import DEEPER, MAX_DEPTH, NOWHERE
 from dsv4lib.emulator.ptx.ir import Instr, Operand, Symbol, Variable, Vector
 
 if TYPE_CHECKING:
@@ -77,8 +77,13 @@ def malloc(warp: WarpView, instr: Instr, form: Form) -> None:
     result, _, passed = instr.operands
     assert isinstance(result, Vector) and isinstance(result.items[0], Symbol)
     answer = warp.program.symbol(result.items[0].name)[1]
+    machine = warp.cta.machine
+    races = getattr(machine.race, "far", None)  # of the race detector; the order of accesses alone has none
     for lane, (nbytes,) in _passed(warp, passed, (8,)):
-        local(warp, lane, answer, 8)[:] = warp.cta.machine.gmem.heap.allocate(nbytes).to_bytes(8, "little")
+        address = machine.gmem.heap.allocate(nbytes)
+        if address and races is not None:
+            races.recycled(address, nbytes)
+        local(warp, lane, answer, 8)[:] = address.to_bytes(8, "little")
 
 
 def free(warp: WarpView, instr: Instr, form: Form) -> None:
@@ -107,6 +112,19 @@ def nowhere(warp: WarpView, instr: Instr, form: Form) -> None:
     )
 
 
+def deeper(warp: WarpView, instr: Instr, form: Form) -> None:
+    """Refuse a call of a function by itself that is deeper than it was inlined.
+
+    Raises:
+        EmulatorError: always.
+    """
+    raise EmulatorError(
+        f"recursion is deeper than the emulator inlines a function into itself: {MAX_DEPTH} times, fewer if it calls "
+        "itself in several places",
+        warp.place(instr),
+    )
+
+
 # Built-in functions by name: the implementation, numbers of results and arguments.
 BUILTINS = {
     "vprintf": (vprintf, 1, 2),
@@ -114,6 +132,7 @@ BUILTINS = {
     "malloc": (malloc, 1, 1),
     "free": (free, 0, 1),
     NOWHERE: (nowhere, 0, 0),
+    DEEPER: (deeper, 0, 0),
 }
 
 

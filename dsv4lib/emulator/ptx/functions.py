@@ -4,11 +4,13 @@ PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.pa
 In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a
 branch to after the call. A call of an address becomes a chain: of every function whose address the file takes and whose
 parameters are like those that are passed, a comparison and its body. Parameters in registers (PTX before version 2) are
-refused, and recursion when a kernel that has it is launched.
+refused. A function that calls itself is inlined into itself up to a depth (`depth`); a call that is deeper stops the
+launch when it is made.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -18,11 +20,14 @@ from dsv4lib.emulator.ptx.operands import OperandError
 from dsv4lib.emulator.ptx.variables import parameters
 
 NOWHERE = "(no function)"  # the callee of an address that is no function's
+DEEPER = "(recursion)"  # the callee of a recursion that is deeper than it is inlined
+MAX_DEPTH, MAX_COPIES = 64, 512  # of a function in itself
 CODE_BYTES = 16  # from one function's address to the next
 _FUNCTION = re.compile(
     r"\.func\b\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^()]*)\)\s*)?([%$_A-Za-z][\w$]*)\s*(?:\(([^()]*)\))?[^{;]*\{"
 )
 
+_CALL = re.compile(r"\bcall(?:\.uni)?\b")
 _ADDRESS_OF = re.compile(r"\bmov\.\w+\s+[%$_A-Za-z][\w$]*\s*,\s*([%$_A-Za-z][\w$]*)\s*;")
 
 
@@ -37,6 +42,19 @@ def pointed(source: Source, module: Module) -> list[Function]:
     names = {pointer.name for variable in module.variables for pointer in variable.pointers}
     names |= set(_ADDRESS_OF.findall(source.text))
     return [function for name, function in module.functions.items() if name in names]
+
+
+def depth(source: Source, function: Function) -> int:
+    """Choose how often a function is inlined into itself: fewer times if its body has several calls.
+
+    Which of them lead back to it is not looked at.
+    """
+    level, at = 1, function.body
+    while level and at < len(source.text):
+        level += (source.text[at] == "{") - (source.text[at] == "}")
+        at += 1
+    calls = len(_CALL.findall(source.text, function.body, at))
+    return MAX_DEPTH if calls < 2 else max(2, int(math.log(MAX_COPIES, calls)))
 
 
 def sizes(function: Function) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4lib import emulator
+from dsv4lib.emulator import gpu
 from dsv4lib.emulator.driver.device import CHECKS
 from dsv4lib.emulator.errors import MemoryFault
 from dsv4lib.emulator.machine.policies import POLICIES
@@ -249,3 +250,32 @@ def test_a_bulk_copy_at_the_end_of_an_allocation(size):
     else:
         with pytest.raises(MemoryFault, match="256 bytes .* runs 4 bytes over the end of data"):
             machine.run()
+
+
+HEAP = """.version 8.0
+.target sm_90
+.address_size 64
+.extern .func (.param .b64 r) malloc(.param .b64 n);
+.extern .func free(.param .b64 p);
+.visible .entry k(.param .u64 out) { .reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<3>; .shared .align 8 .b64 slot;
+ld.param.u64 %rd8, [out]; mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 31; setp.ne.u32 %p1, %r2, 0; mov.b64 %rd4, 64;
+SHARED setp.ne.u32 %p2, %r1, 0; @%p2 bra TAKEN;
+OWN @%p1 ret;
+{ .param .b64 n; .param .b64 back; st.param.b64 [n], %rd4; call (back), malloc, (n); ld.param.b64 %rd1, [back]; }
+SHARED st.shared.b64 [slot], %rd1; TAKEN: bar.sync 0; ld.shared.b64 %rd1, [slot]; @%p1 ret;
+st.global.u32 [%rd1], %r1; ld.global.u32 %r4, [%rd1];
+mul.wide.u32 %rd5, %r1, 4; add.s64 %rd6, %rd8, %rd5; st.global.u32 [%rd6], %r4;
+OWN { .param .b64 p; st.param.b64 [p], %rd1; call free, (p); }
+ret; }
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_piece_of_the_heap_that_is_used_again(shared):
+    """The allocator orders its users: only where warps have one piece at the same time, they race."""
+    gone, left = ("OWN", "SHARED") if shared else ("SHARED", "OWN")
+    text = "\n".join(line for line in HEAP.splitlines() if not line.startswith(gone)).replace(left, "")
+    out = np.zeros(128, np.uint32)
+    result = gpu.load(text).kernel("k").launch(1, 128, [out], checks="race")
+    assert {h.kind for h in result.hazards} == ({"race_global"} if shared else set())
+    assert shared or out[::32].tolist() == [0, 32, 64, 96]

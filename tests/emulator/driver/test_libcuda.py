@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("cutlass.cute")
 
 from dsv4lib import emulator
-from dsv4lib.emulator.driver import cubin, libcuda, libcuda_calls, libcuda_modules, shared_object  # noqa: F401
+from dsv4lib.emulator.driver import cubin, libcuda, libcuda_calls, libcuda_modules, script_packages, shared_object  # noqa: F401
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError, MemoryFault
 from dsv4lib.emulator.sanitize import command, nvrtc
@@ -388,6 +388,27 @@ def test_a_script_of_numba(tmp_path, capfd, body, code, said):
     found, printed, error = sanitized(tmp_path, capfd, NUMBA.replace("BODY", body))
     assert found == code and said in error, error
     assert ("out [50 50]" in printed) == (code == 0) and ("ERROR race_global" in error) == (code == 90)
+
+
+def test_numbas_built_in_target_is_refused(tmp_path, monkeypatch):
+    """Modules of its names, in a folder of its name and in one of numba-cuda's."""
+    for package in ("numba", "numba_cuda"):
+        for name in ("numba.cuda.cudadrv.driver", "numba.cuda.cudadrv", "numba.cuda", "numba"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        folder = tmp_path / package / "numba" / "cuda" / "cudadrv"
+        folder.mkdir(parents=True)
+        for path in (folder, folder.parent, folder.parent.parent):
+            (path / "__init__.py").write_text("")
+        (folder / "driver.py").write_text("")
+        monkeypatch.syspath_prepend(str(tmp_path / package))
+        with script_packages.patched():
+            if package == "numba":
+                with pytest.raises(BackendUnavailable, match="pip install numba-cuda"):
+                    importlib.import_module("numba.cuda.cudadrv.driver")
+            else:
+                assert package in importlib.import_module("numba.cuda.cudadrv.driver").__file__
+    for name in [name for name in sys.modules if name.partition(".")[0] == "numba"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 WARP = """
