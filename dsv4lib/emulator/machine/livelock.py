@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from dsv4lib.emulator.errors import Deadlock, MemoryFault
 from dsv4lib.emulator.machine.awaited import awaited
 from dsv4lib.emulator.machine.interfaces import MachineView
@@ -149,7 +147,10 @@ def polled(loop: Loop) -> Instr:
 
 
 def values(warp: Warp, loop: Loop) -> list[str]:
-    """List what the loads that decide a loop read: address, value, allocation, the value that ends it; one line each."""
+    """List what the loads that decide a loop read.
+
+    Address, value, allocation and the value that ends it, one line each.
+    """
     out: list[str] = []
     words = warp.words
     mask, words[MASK] = words[MASK], words[GROUP]

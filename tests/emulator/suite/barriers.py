@@ -43,7 +43,8 @@ CASES = {
     ),
     "bytes that nothing brings": Case(
         "mbarrier_tx_leftover|Deadlock",
-        ONE.format(1) + EXPECT.format("<<260||256>>") + "\n" + LOAD + "\n" + wait("%r8", 0, "W").replace("0;", "0; //!"),
+        ONE.format(1) + EXPECT.format("<<260||256>>") + "\n" + LOAD + "\n"
+        + wait("%r8", 0, "W").replace("0;", "0; //!"),
     ),
     "a copy that no thread expects": Case(
         "mbarrier_tx_unexpected",
@@ -183,7 +184,8 @@ CASES = {
     ),
     "a diverged warp exchanges words": Case(
         "missing_warp_sync",
-        HALF + "@!%p5 bra ON;\nst.shared.b32 [%r1], %r0; //!\nON:\nxor.b32 %r14, %r0, 16;\nmad.lo.u32 %r14, %r14, 4, %r2;\n"
+        HALF + "@!%p5 bra ON;\nst.shared.b32 [%r1], %r0; //!\nON:\nxor.b32 %r14, %r0, 16;\n"
+        "mad.lo.u32 %r14, %r14, 4, %r2;\n"
         "<<||bar.warp.sync -1;\n>>@!%p5 ld.shared.b32 %r20, [%r14]; //!\n@!%p5 " + USE,
     ),
     "a warp barrier of the wrong lanes": Case(
