@@ -213,7 +213,7 @@ Given = Annotated[list[str] | None, typer.Argument(help="handed to the script as
 Arch = Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")]
 Seed = Annotated[int, typer.Option(help="of the random schedule")]
 Schedule = Annotated[str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial or random")]
-Checks = Annotated[str, typer.Option(help="off, default, race, sanitize (race, registers, lanes), all; or groups, kinds")]
+Checks = Annotated[str, typer.Option(help="off, default, race, sanitize (race, registers, lanes), all; or kinds")]
 TimeLimit = Annotated[
     float | None, typer.Option(help="seconds of processor time of one launch, inf: none [default: 1800]")
 ]
