@@ -215,7 +215,7 @@ Seed = Annotated[int, typer.Option(help="of the random schedule")]
 Schedule = Annotated[
     str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial, random or hold:LINE[@WARP][,...]")
 ]
-Checks = Annotated[str, typer.Option(help="off, default, race (data races), sanitize (and registers, lanes), all; or groups and kinds, with commas")]
+Checks = Annotated[str, typer.Option(help="off, default, race, sanitize (race, registers, lanes), all; or kinds")]
 TimeLimit = Annotated[
     float | None, typer.Option(help="seconds of processor time of one launch, inf: none [default: 1800]")
 ]

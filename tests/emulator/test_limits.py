@@ -18,7 +18,10 @@ from dsv4lib.errors import ArgumentError
 from tests.emulator.launching import launch, prepare
 
 EMPTY = ".visible .entry k(.param .u64 a) { ret; }"
-SPIN = ".visible .entry k(.param .u64 a) { .reg .b32 %r1; L: add.s32 %r1, %r1, 1; bra L; }"
+SPIN = (
+    ".visible .entry k(.param .u64 a) { .reg .b32 %r1; .reg .pred %p1; mov.u32 %r1, 0;"
+    "L: add.s32 %r1, %r1, 1; setp.ne.u32 %p1, %r1, 0; @%p1 bra L; ret; }"
+)
 
 
 @pytest.mark.parametrize(

@@ -269,15 +269,29 @@ def test_a_lock_that_is_released_late_is_waited_for():
     assert list(lock[:2]) == [0, 3]
 
 
-def test_a_lock_that_changes_hands_is_no_deadlock():
-    """The loop changes memory: only the limit ends it."""
-    body = """
-    ld.param.u64 %rd1, [lock];
-    L: atom.global.exch.b32 %r1, [%rd1], 1; st.global.u32 [%rd1], 0; ld.global.u32 %r2, [%rd1+4];
-    setp.eq.u32 %p1, %r2, 0; @%p1 bra L;
-    """
-    with pytest.raises(LimitExceeded, match="instruction limit"):
-        launch(entry("u64 lock", body), aligned(4, np.uint32), settings=Settings(instruction_limit=3_000_000))
+WRITES = "ld.param.u64 %rd1, [lock]; mov.u32 %r3, 0; L: {} setp.eq.u32 %p1, %r2, 0; @%p1 bra L;"
+FLAG = "ld.global.u32 %r2, [%rd1+4];"
+LOOPS = {  # what they do, and whether they can end
+    "a lock changes hands": ("atom.global.exch.b32 %r1, [%rd1], 1; st.global.u32 [%rd1], 0;" + FLAG, False),
+    "turns are counted": ("add.u32 %r3, %r3, 1; st.global.u32 [%rd1], %r3;" + FLAG, False),
+    "the flag itself is written": (
+        FLAG + "add.u32 %r2, %r2, 2; shr.u32 %r2, %r2, 30; st.global.u32 [%rd1+4], %r2;", False,
+    ),
+    "turns are limited": ("add.u32 %r3, %r3, 1; shr.u32 %r2, %r3, 31;", True),
+    "turns are counted and limited in memory": (
+        "atom.global.add.u32 %r2, [%rd1], 1; shr.u32 %r2, %r2, 31;", True,
+    ),
+    "the clock decides": ("mov.u32 %r2, %clock; shr.u32 %r2, %r2, 31;", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_writes_is_judged_by_what_decides_it(name):
+    body, ends = LOOPS[name]
+    error = LimitExceeded if ends else Deadlock
+    with pytest.raises(error, match="instruction limit" if ends else "nothing that it depends on changes"):
+        text = entry("u64 lock", WRITES.format(body))
+        launch(text, aligned(4, np.uint32), settings=Settings(instruction_limit=3_000_000))
 
 
 def test_a_service_reads_a_variable_with_its_offset():

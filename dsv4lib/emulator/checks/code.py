@@ -82,7 +82,7 @@ def _analyse(program: Program, pedantic: bool, code: bool) -> CodeFindings:
     for use in first.values():
         text = f"{name(use.register)} is used while the tcgen05.ld that fills it may be pending"
         out.by_instruction.setdefault(use.load, []).append(Finding("tcgen05_ld_used_early", text, use.use, use.load))
-    uses, defs = _directions(program)
+    uses, defs = directions(program)
     flow = _Flow(program, uses, defs)
     for index, register in undefined_uses(kernel, uses, defs):
         sink = flow.reaches(index, register)
@@ -135,8 +135,8 @@ class _Flow:
 _SINKS = ("st", "stmatrix", "red", "atom", "bra", "brx", "ret", "exit", "call", "trap")
 
 
-def _directions(program: Program) -> tuple[list[set[int]], list[set[int]]]:
-    """Registers that each instruction certainly reads, and those it may write."""
+def directions(program: Program) -> tuple[list[set[int]], list[set[int]]]:
+    """List registers that each instruction certainly reads, and those it may write."""
     count = len(program.kernel.registers)
     uses: list[set[int]] = []
     defs: list[set[int]] = []

@@ -204,7 +204,7 @@ _TABLE = (
      "an asynchronous copy overwrites shared memory that threads wrote, without fence.proxy.async in between",
      "fence.proxy.async after the last store, before the barrier that frees the buffer"),
     ("uninitialised_register", LINT, "code",
-     "a store, a branch or an address depends on a register that no instruction has set on any path (found in the code)",
+     "a store, a branch or an address depends on a register that nothing has set on any path (found in the code)",
      "set it; compilers leave registers unset only where the value does not matter"),
     ("missing_warp_sync", LINT, "lanes",
      "lanes of a warp exchange data through shared memory without synchronising",

@@ -22,6 +22,7 @@ from dsv4lib.emulator.native.abi import LANES
 from dsv4lib.emulator.native.lane_log import MANY, RECORD, Lanes, compare
 
 if TYPE_CHECKING:
+    from dsv4lib.emulator.checks.clocks import Clocks
     from dsv4lib.emulator.machine.cta import Cluster
     from dsv4lib.emulator.machine.warp import Warp
 
@@ -49,21 +50,22 @@ class LaneChecks:
         self._compare = compare()
         self._states: dict[Cluster, _State] = {}
 
-    def started(self, cluster: Cluster, warps: int) -> None:
+    def started(self, cluster: Cluster) -> None:
         """Begin a cluster; forget those that have ended."""
         self._states = {one: state for one, state in self._states.items() if one in self.machine.clusters}
-        self._states[cluster] = _State(cluster, warps)
+        self._states[cluster] = _State(cluster, len(cluster.race.clocks.all_warps))
 
-    def synchronised(self, warp: Warp, me: int, members: int) -> None:
+    def synchronised(self, warp: Warp, members: int) -> None:
         """Record bar.warp.sync of some lanes."""
-        state = self._states[warp.cta.cluster]
+        state, me = self._states[warp.cta.cluster], warp.agent - warp.cta.cluster.race.clocks.first_agent
         state.counts[me] += 1
         lanes = np.flatnonzero(members >> np.arange(LANES) & 1)
         state.common[me][np.ix_(lanes, lanes)] = state.counts[me]
 
-    def logged(self, warp: Warp, me: int, epoch: int, log: np.ndarray) -> None:
-        """Compare the lanes of a warp in its log. ``epoch``: of its clock, changes with every synchronisation."""
-        state = self._states[warp.cta.cluster]
+    def logged(self, warp: Warp, clocks: Clocks, log: np.ndarray) -> None:
+        """Compare the lanes of a warp in its log. The epoch of its clock changes with every synchronisation."""
+        state, me = self._states[warp.cta.cluster], warp.agent - clocks.first_agent
+        epoch = clocks.epochs[me]
         if state.seen[me] != epoch:
             state.seen[me] = epoch
             state.counts[me] += 1
@@ -76,9 +78,7 @@ class LaneChecks:
         entry, lane = divmod(found[Lanes.FOUND], LANES)
         other = found[Lanes.OTHER] & 0xFF
         program, cta = self.machine.program, warp.cta.ctaid
-        place = dataclasses.replace(
-            warp.place(program.instruction(int(log[entry]["pc"]))), lanes=1 << lane
-        )
+        place = dataclasses.replace(warp.place(program.instruction(int(log[entry]["pc"]))), lanes=1 << lane)
         lanes, name = (0, "others") if other == MANY else (1 << other, f"lane {other}")
         owner = place_at(program, found[Lanes.PC], cta, warp.warp_id, lanes, self.machine.device)
         text = f"lane {lane} of {warp} and {name} use a word of shared memory, and nothing synchronises them"

@@ -5,8 +5,7 @@ asynchronous operations call the methods here. Everything is judged by happens-b
 schedule happened to perform it, so a race is found although the numbers came out right.
 
 What orders: named barriers, cluster barriers, mbarriers (arrivals, completed bytes, commits), group waits,
-tcgen05.wait, and accesses to the same word that release and acquire (flags.py). What is not seen: races within one
-warp.
+tcgen05.wait, and accesses to the same word that release and acquire (flags.py). Lanes of one warp: lanes.py.
 
 Source: PTX ISA, "Memory Consistency Model"; C. Flanagan, S. Freund, "FastTrack", PLDI 2009, for the shadow.
 """
@@ -20,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
+from dsv4lib.emulator.checks.cluster_state import ClusterState
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import Flags, reach_of, segments, trace_far
+from dsv4lib.emulator.checks.flags import reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.lanes import LaneChecks
-from dsv4lib.emulator.checks.order import MARK, Order, OrderState
+from dsv4lib.emulator.checks.order import MARK, Order
 from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.peers import Peers
 from dsv4lib.emulator.checks.phases import Phases
@@ -33,7 +33,6 @@ from dsv4lib.emulator.checks.products import Products
 from dsv4lib.emulator.checks.report import place_at
 from dsv4lib.emulator.checks.shadow import (
     ALL_BYTES,
-    Accesses,
     Actor,
     Cells,
     Chunks,
@@ -50,7 +49,7 @@ from dsv4lib.emulator.machine.warp import PC
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, SAME, STRONG, WRITE
-from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, SYNC, Box, Group, Launch, judge, sweep
+from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, SYNC, Box, Launch, judge, sweep
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp
@@ -61,32 +60,6 @@ _NAMES = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store", "bulk 
 _PUBLISHING = ("tcgen05.commit", "cp.async.mbarrier.arrive")
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
 _EVERY_LANE = np.tile(np.arange(abi.LANES), CAPACITY)
-
-
-class _State(OrderState):
-    """What the detector knows about one cluster."""
-
-    def __init__(self, cluster: Cluster):
-        super().__init__(cluster, warps_only=False)
-        self.accesses = Accesses()
-        size = self.clocks.size
-        self.shared = [Shadow((4 * len(cta.smem.dirty),), self.accesses, size) for cta in cluster.ctas]
-        self.tensor: dict[int, Shadow] = {}
-        self.flags = Flags(self.clocks)
-        self._blocks = np.array([shadow.block.address for shadow in self.shared], np.int64)
-        self.block = Fields(Group)
-        clocks, blocks = self.clocks, address_of(self._blocks)
-        accesses, epochs = self.accesses.block.address, address_of(clocks.epoch)
-        self.block.set(clocks.address, epochs, size, accesses, blocks, len(self._blocks))
-
-    @property
-    def base(self) -> int:
-        """Number of its first agent in global memory."""
-        return self.block.values[Group.BASE]
-
-    @base.setter
-    def base(self, base: int) -> None:
-        self.block.values[Group.BASE] = base
 
 
 class Detector(Order):
@@ -110,8 +83,7 @@ class Detector(Order):
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
         self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
         self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
-        code = bool(machine.settings.native_checks & abi.CHECK_CODE)
-        self._code = CodeChecks(machine, self.pedantic, code)
+        self._code = CodeChecks(machine, self.pedantic, bool(machine.settings.native_checks & abi.CHECK_CODE))
         self._lanes = LaneChecks(machine) if machine.settings.native_checks & abi.CHECK_LANES else None
         self._peers, self._products = Peers(machine), Products(machine)
         self._fences = TensorFences(machine) if self.pedantic else None
@@ -121,10 +93,10 @@ class Detector(Order):
 
     def started(self, cluster: Cluster) -> None:
         """Begin a cluster."""
-        cluster.race = _State(cluster)
+        cluster.race = ClusterState(cluster)
         self.far.started(cluster, cluster.race.clocks)
         if self._lanes is not None:
-            self._lanes.started(cluster, len(cluster.race.clocks.all_warps))
+            self._lanes.started(cluster)
 
     def arrived(self, point: Any) -> None:
         """Arrive at a barrier for the completing operation, or else for the running warp."""
@@ -201,7 +173,7 @@ class Detector(Order):
     def warp_synchronised(self, warp: Warp, members: int) -> None:
         """Record that lanes of a warp have synchronised."""
         if self._lanes is not None:
-            self._lanes.synchronised(warp, warp.agent - self._state(warp).clocks.first_agent, members)
+            self._lanes.synchronised(warp, members)
 
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
         """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
@@ -442,8 +414,7 @@ class Detector(Order):
         state = self._state(warp)
         self._dependence.logged(state.clocks, warp, self._log[:n])
         if self._lanes is not None:
-            me = warp.agent - state.clocks.first_agent
-            self._lanes.logged(warp, me, state.clocks.epochs[me], self._log[:n])
+            self._lanes.logged(warp, state.clocks, self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return
@@ -465,7 +436,7 @@ class Detector(Order):
                 writes = some[orders & (code[part] & WRITE != 0)]
                 state.flags.access(warp.cta.cluster, warp, writes, self.far, acquire=False)
 
-    def _known(self, state: _State, warp: Warp, n: int, ordered: bool) -> int:
+    def _known(self, state: ClusterState, warp: Warp, n: int, ordered: bool) -> int:
         """Let native code note ``n`` accesses in the log if nothing speaks against any of them (race_log.py)."""
         far, near = self.far, state.accesses
         for table in (near, far.accesses):
@@ -480,7 +451,7 @@ class Detector(Order):
             result = self._judge(*access)
         return result
 
-    def _plain(self, state: _State, warp: Warp, entries: np.ndarray) -> None:
+    def _plain(self, state: ClusterState, warp: Warp, entries: np.ndarray) -> None:
         clocks = state.clocks
         me = warp.agent - clocks.first_agent
         actor = Actor(me, int(clocks.epoch[me]), clocks.of(warp))

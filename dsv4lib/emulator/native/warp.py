@@ -2,8 +2,8 @@
 
 The driver brings the lanes of a ``.sync`` instruction together first (FLAG_CONVERGE of ``abi.py``), so a handler works
 on the lanes that execute. A live lane that the member mask names but that does not execute contributes nothing, and is
-reported: hardware would wait for it. So is a lane that executes and that its own mask does not name. Reading the register of a lane that does not execute by shfl is undefined in the
-PTX ISA, here it yields the register's bits.
+reported: hardware would wait for it. So is a lane that executes and that its own mask does not name. Reading the
+register of a lane that does not execute by shfl is undefined in the PTX ISA, here it yields the register's bits.
 """
 
 from __future__ import annotations

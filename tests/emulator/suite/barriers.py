@@ -43,7 +43,8 @@ CASES = {
     ),
     "bytes that nothing brings": Case(
         "mbarrier_tx_leftover|Deadlock",
-        ONE.format(1) + EXPECT.format("<<260||256>>") + "\n" + LOAD + "\n" + wait("%r8", 0, "W").replace("0;", "0; //!"),
+        ONE.format(1) + EXPECT.format("<<260||256>>") + "\n" + LOAD + "\n"
+        + wait("%r8", 0, "W").replace("0;", "0; //!"),
     ),
     "a copy that no thread expects": Case(
         "mbarrier_tx_unexpected",
@@ -183,7 +184,8 @@ CASES = {
     ),
     "a diverged warp exchanges words": Case(
         "missing_warp_sync",
-        HALF + "@!%p5 bra ON;\nst.shared.b32 [%r1], %r0; //!\nON:\nxor.b32 %r14, %r0, 16;\nmad.lo.u32 %r14, %r14, 4, %r2;\n"
+        HALF + "@!%p5 bra ON;\nst.shared.b32 [%r1], %r0; //!\nON:\nxor.b32 %r14, %r0, 16;\n"
+        "mad.lo.u32 %r14, %r14, 4, %r2;\n"
         "<<||bar.warp.sync -1;\n>>@!%p5 ld.shared.b32 %r20, [%r14]; //!\n@!%p5 " + USE,
     ),
     "a warp barrier of the wrong lanes": Case(
@@ -196,19 +198,19 @@ CASES = {
     "a flag that no thread raises": Case(
         "Deadlock",
         "L: ld.acquire.gpu.global.b32 %r30, [%rd4]; //!\nsetp.ne.u32 %p10, %r30, <<1||0>>;\n@%p10 bra L;\n",
-        schedules=("round_robin",),
+        threads=32, schedules=("round_robin",),
     ),
     "a wait that counts its turns in memory": Case(
         "Deadlock",
         "mov.u32 %r31, 0;\nL: add.u32 %r31, %r31, 1; st.global.b32 [%rd5], %r31;\nld.volatile.global.b32 %r30, [%rd4]; "
         "//!\nsetp.ne.u32 %p10, %r30, <<1||0>>;\n@%p10 bra L;\n",
-        schedules=("round_robin",),
+        threads=32, schedules=("round_robin",),
     ),
     "a wait that swaps two words": Case(
         "Deadlock",
-        "L: ld.volatile.global.b32 %r31, [%rd5]; xor.b32 %r31, %r31, 1; st.volatile.global.b32 [%rd5], %r31;\n"
+        "L: ld.global.b32 %r31, [%rd5]; xor.b32 %r31, %r31, 1; st.global.b32 [%rd5], %r31;\n"
         "ld.volatile.global.b32 %r30, [%rd4]; //!\nsetp.ne.u32 %p10, %r30, <<1||0>>;\n@%p10 bra L;\n",
-        schedules=("round_robin",),
+        threads=32, schedules=("round_robin",),
     ),
     "a lock that is never given back": Case(
         "Deadlock",
@@ -220,13 +222,13 @@ CASES = {
         "Deadlock",
         "L: red.relaxed.gpu.global.add.u32 [%rd4+64], 1;\nld.acquire.gpu.global.b32 %r30, [%rd4]; //!\n"
         "setp.ne.u32 %p10, %r30, <<1||0>>;\n@%p10 bra L;\n",
-        schedules=("round_robin",),
+        threads=32, schedules=("round_robin",),
     ),
     "a wait in shared memory that writes beside it": Case(
         "Deadlock",
         "@%p2 st.shared.b32 [%r2+4096], 0;\nbar.sync 0;\nmov.u32 %r31, 0;\nL: add.u32 %r31, %r31, 3; "
         "st.shared.b32 [%r1], %r31;\nld.volatile.shared.b32 %r30, [%r2+4096]; //!\nsetp.ne.u32 %p10, %r30, <<1||0>>;\n"
         "@%p10 bra L;\n",
-        schedules=("round_robin",),
+        threads=32, schedules=("round_robin",),
     ),
 }  # fmt: skip

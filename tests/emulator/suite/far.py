@@ -39,7 +39,8 @@ CASES = {
     "two CTAs write the same value": Case(
         "race_global_same_value", "<<||@%p4 >>st.global.b32 [%rd2], 7; //!\n", grid=2
     ),
-    "no flag": Case("race_global", handed_over("", "<<||bar.sync 0;\n" + RELEASE + ">>", "<<||" + ACQUIRE + ">>"), grid=2),
+    "no flag": Case("race_global", handed_over("", "<<||bar.sync 0;\n" + RELEASE + ">>", "<<||" + ACQUIRE
+        + ">>"), grid=2),
     "a flag for one warp alone": Case("race_global", handed_over("<<||bar.sync 0;\n>>", RELEASE, ACQUIRE), grid=2),
     "one thread looks at the flag": Case(
         "race_global",
@@ -193,7 +194,8 @@ CASES = {
     "a bulk store to a device of which only the reading is complete": Case(
         "race_between_devices",
         ALONE + "st.shared.v4.b32 [%r2], {%r0, %r0, %r0, %r0};\n" + FENCE + STORE + " [%rd1+64], [%r2], 16; //!\n"
-        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group<<.read||>> 0;\nst.release.sys.global.b32 [%rd4], 1;\nEND:\n",
+        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group<<.read||>> 0;\nst.release.sys.global.b32 [%rd4], 1;\n"
+        "END:\n",
         RIGHT, "devices",
     ),
     # --- dependent launches

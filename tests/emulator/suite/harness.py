@@ -23,7 +23,8 @@ from dsv4lib.emulator.units import tensormap
 from tests.emulator.launching import aligned, entry, launch, pack
 
 WORDS = 4096  # of the array `data`
-SMEM = ".shared .align 1024 .b8 sm[16384]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2; .shared .align 4 .b32 slot;"
+SMEM = ".shared .align 1024 .b8 sm[16384]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;"
+SMEM += ".shared .align 4 .b32 slot;"
 # %r0 thread, %r1 its word of shared memory, %r2 sm, %r3 warp, %r4 the word of the thread in the other warp, %r5 lane,
 # %r6 the word of the next lane, %r7 rank in the cluster, %r8 and %r9 two mbarriers, %r10 CTA. %rd1 data, %rd2 the
 # thread's word of it, %rd3 that of the thread in the other warp, %rd4 a word for flags, %rd5 the thread's word of the

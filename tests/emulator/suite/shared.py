@@ -142,7 +142,8 @@ CASES = {
     ),
     "a load from a peer before the cluster barrier": Case(
         "race_shared",
-        PUT + "<<||" + CLUSTER + ">>" + PEER.format("%r1") + "ld.shared::cluster.b32 %r20, [%r13]; //!\n" + USE + CLUSTER,
+        PUT + "<<||" + CLUSTER + ">>" + PEER.format("%r1") + "ld.shared::cluster.b32 %r20, [%r13]; //!\n" + USE
+        + CLUSTER,
         threads=32, grid=2, cluster=2,
     ),
     "a cluster barrier that does not release": Case(
@@ -221,7 +222,8 @@ CASES = {
     "no proxy fence before a copy to a peer": Case(
         "missing_proxy_fence",
         "@%p2 mbarrier.init.shared.b64 [%r8], 1;\nst.shared.b32 [%r1], %r0; //!\n<<||" + FENCE + ">>"
-        "fence.mbarrier_init.release.cluster;\n" + CLUSTER + "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 128;\n"
+        "fence.mbarrier_init.release.cluster;\n" + CLUSTER
+        + "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 128;\n"
         + PEER.format("%r8") + "add.u32 %r14, %r2, 4096;\nmapa.shared::cluster.u32 %r14, %r14, %r12;\n"
         "@%p2 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r14], [%r2], 128, [%r13]; //!\n"
         + wait("%r8", 0, "W") + CLUSTER,
@@ -231,8 +233,10 @@ CASES = {
         "missing_proxy_fence",
         ROW + "st.shared.v4.b32 [%r14], {%r0, %r0, %r0, %r0}; //!\n<<||" + FENCE + ">>"
         "bar.sync 0;\nshr.u32 %r15, %r2, 4;\ncvt.u64.u32 %rd6, %r15;\nor.b64 %rd6, %rd6, 0x0000001000080000;\n"
-        "mov.b32 %f1, 0f00000000;\nmov.b32 %f2, %f1;\nmov.b32 %f3, %f1;\nmov.b32 %f4, %f1;\nsetp.eq.u32 %p5, %r2, %r2;\n"
-        "wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd6, %rd6, "
+        "mov.b32 %f1, 0f00000000;\nmov.b32 %f2, %f1;\nmov.b32 %f3, %f1;\nmov.b32 %f4, %f1;\n"
+        "setp.eq.u32 %p5, %r2, %r2;\n"
+        "wgmma.fence.sync.aligned;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd6, %rd6, "
         "%p5, 1, 1, 0, 0; //!\nwgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n",
         threads=128, arch="sm_90a",
     ),
@@ -245,7 +249,8 @@ CASES = {
     ),
     "the last of four words that nothing wrote": Case(
         "uninitialised_smem",
-        ROW + "st.shared.v2.b32 [%r14], {%r0, %r0};\nst.shared.b32 [%r14+8], %r0;\n<<||st.shared.b32 [%r14+12], %r0;\n>>"
+        ROW + "st.shared.v2.b32 [%r14], {%r0, %r0};\nst.shared.b32 [%r14+8], %r0;\n"
+        "<<||st.shared.b32 [%r14+12], %r0;\n>>"
         "ld.shared.v4.b32 {%r21, %r22, %r23, %r20}, [%r14]; //!\n" + USE,
     ),
     "a bulk store of what nothing wrote": Case(

@@ -47,7 +47,8 @@ HANDED = (
     "setp.lt.u32 %p5, %r3, 4;\n@!%p5 bra SECOND;\n{}bar.sync 1, 160;\n{}bra DONE;\nSECOND: bar.sync 1, 160;\n{}DONE:\n"
 )
 WG = (
-    "mad.lo.u32 %r16, %r0, 16, %r2;\nmov.u32 %r15, 0;\nst.shared.v4.b32 [%r16], {{%r15, %r15, %r15, %r15}};\n" + FENCE
+    "mad.lo.u32 %r16, %r0, 16, %r2;\nmov.u32 %r15, 0;\nst.shared.v4.b32 [%r16], {{%r15, %r15, %r15, %r15}};\n"
+    + FENCE
     + "bar.sync 0;\nshr.u32 %r16, %r2, 4;\ncvt.u64.u32 %rd6, %r16;\nor.b64 %rd6, %rd6, 0x0000001000080000;\n"
     "mov.b32 %f1, 0f00000000;\nmov.b32 %f2, %f1;\nmov.b32 %f3, %f1;\nmov.b32 %f4, %f1;\nmov.pred %p6, 1;\n"
     "wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%f1, %f2, %f3, %f4}}, %rd6, %rd6, "
@@ -73,7 +74,8 @@ CASES = {
         "tmem_outside_allocation", ALLOC + ZEROS + mma("<<224||192>>", mark=True) + DONE + FREE, **WIDE
     ),
     "a load after dealloc": Case(
-        "tmem_after_free", ALLOC + PUT + "<<" + FREE + "bar.sync 0;\n||>>" + LD + " //!\n" + WLD + USE + "<<||" + FREE + ">>"
+        "tmem_after_free", ALLOC + PUT + "<<" + FREE + "bar.sync 0;\n||>>" + LD + " //!\n" + WLD + USE + "<<||" + FREE
+        + ">>"
     ),
     "a dealloc while others still load": Case(
         "race_tensor|tmem_after_free",
@@ -160,7 +162,8 @@ CASES = {
     ),
     "a wider product over a narrow one": Case(
         "tmem_product_overlap",
-        ALLOC + ZEROS + mma("64", 32, mark=True) + mma("0", 32) + mma("<<48||96>>", 32, mark=True) + DONE + load(32, "64", mark=True) + FREE,
+        ALLOC + ZEROS + mma("64", 32, mark=True) + mma("0", 32) + mma("<<48||96>>", 32, mark=True) + DONE
+        + load(32, "64", mark=True) + FREE,
         **WIDE,
     ),
     # --- wgmma
@@ -193,6 +196,7 @@ CASES = {
     ),
     "a register that the other path sets": Case(
         "uninitialised_register",
-        "<<||mov.u32 %r51, 2;\n>>@%p2 bra ON;\n<<mov.u32 %r51, 1;\n||>>bra OUT;\nON: st.global.b32 [%rd5], %r51; //!\nOUT:\n",
+        "<<||mov.u32 %r51, 2;\n>>@%p2 bra ON;\n<<mov.u32 %r51, 1;\n||>>bra OUT;\n"
+        "ON: st.global.b32 [%rd5], %r51; //!\nOUT:\n",
     ),
 }  # fmt: skip

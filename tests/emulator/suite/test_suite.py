@@ -31,6 +31,9 @@ def test_the_repaired_twin_is_silent(name):
 def test_twins_differ_and_lines_are_marked():
     assert len(CASES) >= 60
     for name, case in CASES.items():
-        texts = [(case.text(False, second), case.text(True, second)) for second in ([False, True] if case.second else [False])]
+        texts = [
+            (case.text(False, second), case.text(True, second))
+            for second in ([False, True] if case.second else [False])
+        ]
         assert any(faulty != repaired for faulty, repaired in texts), name
         assert case.marked() or case.marked(True), name
