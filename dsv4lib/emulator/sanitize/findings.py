@@ -23,6 +23,7 @@ from dsv4lib.emulator.errors import (
     Place,
 )
 from dsv4lib.emulator.gpu.names import shortened
+from dsv4lib.emulator.sanitize.spelling import language_of, spelt
 
 # What stops a launch: name, meaning, what usually repairs it.
 _STOPS: tuple[tuple[type[EmulatorError], str, str, str], ...] = (
@@ -38,21 +39,6 @@ _SOURCES = frozenset((".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".cxx", ".h", "
 _MAX_SOURCE = 16 << 20
 _ORDER = re.compile(r"(\w+) after (\w+)")
 _VERBS = {"read": "reads", "write": "writes"}
-
-
-# What the fix is called in CUDA C++ and in the CuTe DSL.
-_SPELT: dict[str, tuple[str, str]] = {
-    "race_shared": ("__syncthreads()", "cute.arch.sync_threads()"),
-    "race_global": ("__syncthreads() within a block, cuda::atomic_ref with release and acquire between blocks",
-                    "cute.arch.sync_threads() within a CTA"),
-    "missing_cp_async_wait": ("__pipeline_wait_prior(0)", "cute.arch.cp_async_wait_group(0)"),
-    "missing_proxy_fence": ("cuda::ptx::fence_proxy_async(cuda::ptx::space_shared)",
-                            "cute.arch.fence_view_async_shared()"),
-    "missing_bulk_wait": ("cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<0>())",
-                          "cute.arch.cp_async_bulk_wait_group(0, read=True)"),
-    "mbarrier_init_unordered": ("cuda::ptx::fence_mbarrier_init, then a barrier", "cute.arch.mbarrier_init_fence()"),
-    "missing_tcgen05_wait": ("cuda::ptx::tcgen05_wait_ld()", "cute.arch.fence_view_async_tmem_load() or _store()"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,7 +113,7 @@ def group(hazards: Iterable[Hazard], stopped: EmulatorError | None = None) -> li
             hazard.kind,
             hazard.severity,
             kind.meaning if kind else "",
-            spelt(hazard.fix, hazard.kind, place),
+            spelt(hazard.fix, hazard.kind, language_of(place.file, _lines(place.file)) if place else ""),
             kernel,
             clean(shortened(kernel)),
             clean(hazard.message),
@@ -139,14 +125,6 @@ def group(hazards: Iterable[Hazard], stopped: EmulatorError | None = None) -> li
         )
     ordered = sorted(found.values(), key=lambda one: (one.severity != "error", one.kernel, _key(one.place), one.kind))
     return ([] if stopped is None else [stop(stopped)]) + ordered
-
-
-def spelt(fix: str, kind: str, place: Site | None) -> str:
-    """Add to a fix what it is called in the language of the source."""
-    suffix = Path(place.file).suffix if place and place.file else ""
-    if kind not in _SPELT or suffix not in _SOURCES or suffix == ".ptx":
-        return fix
-    return f"{fix} (here: {_SPELT[kind][suffix == '.py']})"
 
 
 def stop(error: EmulatorError) -> Finding:

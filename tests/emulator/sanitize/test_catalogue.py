@@ -17,6 +17,7 @@ from tests.cases import cases
 ROWS, KNOWN = catalogue.findings(), catalogue.reproductions()
 SCHEDULES = [*((name, 0) for name in POLICIES), ("random", 1), ("adversarial", 1)]
 PAGE = catalogue.PAGE.read_text()
+SCRIPT = catalogue.FOLDER / "row_max_exchange.py"
 
 
 def sanitized(tmp_path, name, schedule, seed, repaired=False):
@@ -83,13 +84,33 @@ def test_nothing_changes_the_result_where_nothing_is_said_to(tmp_path, name, sch
     assert code in (0, 90) and report["wrong"] == {}
 
 
+@pytest.mark.parametrize("repaired", [False, True])
+def test_the_script_in_the_cute_dsl_and_its_twin(tmp_path, capfd, repaired):
+    """The same cause in the language of its package: both source lines, and the fix by its name there."""
+    pytest.importorskip("cutlass.cute")
+    marked = {i for i, line in enumerate(SCRIPT.read_text().splitlines(), 1) if "# reported" in line}
+    output, held = tmp_path / "report.json", f"hold:{SCRIPT.name}:{max(marked)}@0"
+    given = ["repaired"] if repaired else []
+    settings = {"checks": "race", "schedule": held, "time_limit": 60.0}
+    code = command.run(Wish("dsv4 sanitize", str(SCRIPT), given, "sm_100a", settings, form="json", output=output))
+    said, report = capfd.readouterr().out, json.loads(output.read_text())
+    wrong = int(re.search(r"(\d+) of 64 sums are wrong", said)[1])
+    if repaired:
+        assert (code, wrong, report["findings"]) == (0, 0, [])
+        return
+    (one,) = report["findings"]
+    assert (code, one["kind"]) == (90, "race_shared") and wrong > 0
+    assert {one["place"]["line"], one["against"]["line"]} == marked and len(marked) == 2
+    assert one["fix"].endswith("(here: cute.arch.sync_threads())")
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_reproduction_has_its_files_and_a_finding():
     files = {path.name for path in catalogue.FOLDER.iterdir()}
     wanted = {f"{name}{end}" for name in KNOWN for end in (".ptx", ".toml", "_repaired.toml")}
-    assert files == wanted | {"reproductions.csv"}
+    assert files == wanted | {"reproductions.csv", SCRIPT.name}
     assert {row.reproduction for row in ROWS} - {""} == set(KNOWN)
 
 

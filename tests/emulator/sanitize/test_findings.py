@@ -95,21 +95,6 @@ def test_what_stops_a_launch_comes_first(hazards, kind):
     assert fatal[0].kind == "race_shared" and fatal[0].message == "two writes"
 
 
-@pytest.mark.parametrize("kind", findings._SPELT)
-def test_a_fix_is_spelt_in_the_language_of_the_source(kind, tmp_path):
-    """The names of the DSL exist; without a source line there is the fix in terms of PTX alone."""
-    fixes = {}
-    for file in ("k.cu", "k.py", "k.ptx", ""):
-        place = Place("k", 3, "nop", f"{file}:3" if file else "")
-        (one,) = group([Hazard(kind, "seen", place)])
-        fixes[file] = one.fix
-    plain = KINDS[kind].fix
-    assert fixes["k.ptx"] == fixes[""] == plain and len({*fixes.values()}) == 3
-    cute = pytest.importorskip("cutlass.cute")
-    (name,) = re.findall(r"cute\.arch\.(\w+)", fixes["k.py"])
-    assert hasattr(cute.arch, name)
-
-
 def test_errors_come_before_lints_and_unknown_kinds_are_errors():
     order = [one.kind for one in group([Hazard("tmem_lane_quarter", "a", None), Hazard("new_kind", "b", None)])]
     assert order == ["new_kind", "tmem_lane_quarter"]
