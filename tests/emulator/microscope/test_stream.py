@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,17 +133,28 @@ def test_a_cut_keeps_its_limit_and_what_still_shows(gemm, limit):
         for name, table in made["tables"].items():
             assert table["rows"] == np.isin(getattr(trace, name)["cta"], cut["shown"]).sum()
         return
+    assert made["findings"][0]["time"] >= cut["part"]["first"]
+
+
+def test_what_still_shows_is_kept(gemm):
+    """A span late in the launch: barriers, cells and bytes are those of the whole trace when it begins."""
+    trace = replace(gemm.trace, hazards=gemm.trace.hazards[-1:])
+    made = stream(trace, gemm.hazards, limit=150)
+    begin = made["cut"]["part"]["first"]
+    mine = trace.mbarriers[(trace.mbarriers["cta"] == 0) & (trace.mbarriers["time"] < begin)]
+    event = int(mine["event"][-1])
     columns = {name: table["columns"] for name, table in made["tables"].items()}
-    begin, event = cut["part"]["first"], 0
-    inside = [
-        e for e, t in zip(decode(columns["tmem"]["event"]), decode(columns["tmem"]["time"]), strict=True) if t >= begin
-    ]
-    event = min(inside) - 1 if inside else trace.events - 1
     rows = list(zip(*(decode(columns["mbarriers"][n]) for n in ("event", "offset", "phase", "pending")), strict=True))
     shown = {offset: (phase, pending) for e, offset, phase, pending in rows if e <= event}
-    wanted = {o: (int(r["phase"]), int(r["pending"])) for o, r in trace.mbarriers_at(event).items()}
-    assert shown == wanted
-    assert made["findings"][0]["time"] >= begin or limit > 300
+    assert shown == {o: (int(r["phase"]), int(r["pending"])) for o, r in trace.mbarriers_at(event).items()} != {}
+    for name, last in (("tmem", trace.tmem_at(event)), ("smem", trace.smem_at(event))):
+        needed = set(getattr(trace, name)["event"][np.unique(last[last >= 0])].tolist())
+        assert needed and needed <= set(decode(columns[name]["event"])), name
+    flying = trace.ops[(trace.ops["cta"] == 0) & (trace.ops["time"] < begin) & (trace.ops["done_time"] > begin)]
+    assert len(flying) and set(flying["event"].tolist()) <= set(decode(columns["ops"]["event"]))
+    stands = {w: trace.marks[(trace.marks["cta"] == 0) & (trace.marks["warp"] == w)] for w in range(6)}
+    before = {(w, int(m["time"][m["time"] < begin][-1])) for w, m in stands.items()}
+    assert before <= set(zip(decode(columns["marks"]["warp"]), decode(columns["marks"]["time"]), strict=True))
 
 
 def test_a_limit_of_nothing_is_refused(gemm):

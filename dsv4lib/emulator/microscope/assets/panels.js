@@ -136,10 +136,11 @@ function barrierPanel(launch, cta, event, warps) {
     element("td", { text: one.tx ? one.tx.toLocaleString("en") : "" }),
     element("td", { text: waiting(offset) })] : unseen(offset))));
   for (const [name, row] of [...last].sort()) {
-    const cluster = named.kind[row] === "cluster"; // of which the trace has the phase, not what is expected
-    body.push(element("tr", {}, element("th", { scope: "row", text: cluster ? "cluster's barrier" : name.replace("named", "barrier") }),
-      element("td", { text: cluster ? String(named.expected[row]) : "" }), element("td", { text: `${named.arrived[row]} arrived${cluster ? "" : ` of ${named.expected[row]}`}` }), element("td"),
-      element("td", { text: warps.filter((one) => one.state === "wait" && one.reason === name.replace("named", "barrier")).map((one) => one.warp).join(", ") })));
+    const cluster = named.kind[row] === "cluster"; // of which the trace has the phase, not how many are expected
+    const reason = cluster ? "barrier.cluster" : name.replace("named", "barrier");
+    body.push(element("tr", {}, element("th", { scope: "row", text: cluster ? "cluster's barrier" : reason }),
+      element("td", { text: cluster ? String(named.expected[row]) : "" }), element("td", { text: cluster ? "" : `${named.arrived[row]} arrived of ${named.expected[row]}` }), element("td"),
+      element("td", { text: warps.filter((one) => one.state === "wait" && one.reason === reason).map((one) => one.warp).join(", ") })));
   }
   const head = element("tr", {}, ...["barrier", "phase", "pending arrivals", "bytes to come", "warps that wait"].map((text) => element("th", { scope: "col", text })));
   return [element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))];
