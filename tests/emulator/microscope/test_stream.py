@@ -138,7 +138,9 @@ def test_a_cut_keeps_its_limit_and_what_still_shows(gemm, limit):
 
 def test_what_still_shows_is_kept(gemm):
     """A span late in the launch: barriers, cells and bytes are those of the whole trace when it begins."""
-    trace = replace(gemm.trace, hazards=gemm.trace.hazards[-1:])
+    late = gemm.trace.hazards[-1:].copy()
+    late["time"] = 1200  # MMAs have written, copies are in flight
+    trace = replace(gemm.trace, hazards=late)
     made = stream(trace, gemm.hazards, limit=150)
     begin = made["cut"]["part"]["first"]
     mine = trace.mbarriers[(trace.mbarriers["cta"] == 0) & (trace.mbarriers["time"] < begin)]
