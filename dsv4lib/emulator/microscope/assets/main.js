@@ -164,10 +164,13 @@ class View {
     const { launch, cta, event, time } = this;
     const warps = warpsAt(launch, cta, time);
     const { findings } = launch.raw;
+    this.timeline.chosen = this.selected.op;
     this.timeline.moveTo(time);
     const mine = warps.find((one) => one.warp === this.selected.warp);
     const line = this.selected.line !== undefined ? this.selected.line : mine ? mine.line : -1;
     this.part("chosen").textContent = this.chosenText(mine);
+    const touched = this.selected.op === undefined ? [] : operandsOf(launch, cta, this.selected.op);
+    this.part("operands").textContent = touched.length ? listed(touched, "") : "";
     fill(this.part("warps"), ...warpPanel(launch, warps, this.selected.warp, (warp) => {
       this.selected = { warp };
       this.show();

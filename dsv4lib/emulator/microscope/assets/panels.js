@@ -158,6 +158,19 @@ function warpPanel(launch, warps, selected, pick) {
   return [element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))];
 }
 
+/** What an operation touches, in words: its box or shape, and ranges of the memories. */
+function operandsOf(launch, cta, op) {
+  const { boxes, mmas, smem, tmem } = launch.tables;
+  const { rows } = launch.part(cta);
+  const hex = (byte) => `0x${byte.toString(16)}`;
+  const own = (name) => rows[name].filter((i) => launch.tables[name].op[i] === op);
+  const out = own("boxes").map((i) => `${boxes.nbytes[i].toLocaleString("en")} bytes at ${boxes.box[i]}${boxes.barrier[i] < 0 ? "" : `, signals ${barrierName(launch, boxes.barrier[i] & OFFSET_MASK)}`}`);
+  for (const i of own("mmas")) out.push(`${mmas.kind[i]} ${mmas.m[i]} x ${mmas.n[i]} x ${mmas.k[i]}${mmas.accumulate[i] ? ", adds to D" : ", writes D anew"}`);
+  for (const i of own("tmem")) out.push(`tensor memory ${tmem.write[i] ? "written" : "read"}: columns ${tmem.column[i]} to ${tmem.end[i] - 1}`);
+  for (const i of own("smem")) out.push(`shared memory ${smem.write[i] ? "written" : "read"}: within ${hex(smem.first[i])} to ${hex(smem.end[i])}`);
+  return out;
+}
+
 /** Lines of a text around the current one. */
 function codeLines(numbers, texts, current, flagged, empty) {
   const at = numbers.indexOf(current);

@@ -262,6 +262,12 @@ class Timeline {
         pen.fillStyle = "#1b1f24";
         pen.fillText(bar.text, left + 4, top + ROW / 2);
       }
+      if (track.type === "unit" && bar.row === this.chosen) {
+        pen.strokeStyle = paint("--ink");
+        pen.lineWidth = 2;
+        pen.strokeRect(left, top + 3, wide, ROW - 6);
+        pen.lineWidth = 1;
+      }
       drawn = Math.max(left + 1, right);
       last = bar.kind;
     }
