@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 from collections import Counter
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from dsv4lib.emulator.microscope import code
 from dsv4lib.emulator.microscope.collect import LAUNCHES, Collector, shares
 from dsv4lib.emulator.microscope.columns import decode, encode, encode_words
 from dsv4lib.emulator.microscope.stream import TABLES, stream
-from dsv4lib.emulator.sanitize.findings import group
+from dsv4lib.emulator.sanitize.findings import group, source_lines
 from dsv4lib.emulator.trace.trace import Trace, unpack_lanes
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.gemm_tile import faults
@@ -194,6 +195,16 @@ def test_paths_tell_of_no_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert code.shown(str(tmp_path / "a" / "k.py")) == "a/k.py"
     assert code.shown("/" + "home/someone/work/kernels/k.py") == "kernels/k.py"
+
+
+def test_a_notebook_s_cell_is_a_source_and_a_file_of_that_folder_is_none(tmp_path, monkeypatch):
+    folder = tmp_path / "ipykernel_7"
+    folder.mkdir()
+    cell, other = str(folder / "1234567.py"), folder / "secret.py"
+    other.write_text("secret")
+    monkeypatch.setitem(linecache.cache, cell, (9, None, ["a = 1\n", "b = 2\n"], cell))
+    assert source_lines(cell) == ("a = 1", "b = 2") and source_lines(str(other)) == ()
+    assert code.shown(cell) == "notebook cell 1234"
 
 
 def test_traces_name_services_in_order(gemm):
