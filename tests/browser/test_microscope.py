@@ -263,6 +263,16 @@ def test_a_finding_jumps_to_its_moment_and_lines(opened: Any, broken: Any) -> No
     assert opened.locator(".findings button").nth(1).get_attribute("aria-current") == "true"
 
 
+def centre_of(tab: Any, unit: str, number: int) -> tuple[float, float]:
+    """Place on the page of an operation of a unit, in view."""
+    at = """([unit, number]) => { const line = microscope.views[0].timeline;
+      const track = line.tracks.findIndex((one) => one.id === unit), bar = line.tracks[track].bars[number];
+      line.place(bar.from - 50, 100 + bar.to - bar.from);
+      const box = line.canvas.getBoundingClientRect();
+      return [box.x + line.x((bar.from + bar.to) / 2), box.y + 22 + 19 * track + 9]; }"""
+    return tuple(tab.evaluate(at, [unit, number]))
+
+
 def test_a_click_on_an_operation_shows_who_issued_it(opened: Any, broken: Any) -> None:
     at = """() => { const line = microscope.views[0].timeline;
       const track = line.tracks.findIndex((one) => one.id === "tma"), bar = line.tracks[track].bars[0];
@@ -274,6 +284,23 @@ def test_a_click_on_an_operation_shows_who_issued_it(opened: Any, broken: Any) -
     op = broken.trace.ops[row]
     assert said.startswith(broken.trace.labels[row]) and f"issued by warp {op['warp']}" in said
     assert opened.locator("[data-part=ptx-title]").inner_text() == f"PTX, line {op['line']}"
+    box = broken.trace.boxes[broken.trace.boxes["op"] == row][0]
+    touched = opened.locator("[data-part=operands]").inner_text()
+    assert f"written: within {int(box['first']):#x} to {int(box['end']):#x}" in touched
+    assert (
+        f"{int(box['nbytes']):,} bytes" in touched
+        and f"signals mbarrier {int(box['barrier']) & 0xFFFFFF:#x}" in touched
+    )
+    seen = set()
+    for number in (1, 6):
+        opened.mouse.click(*centre_of(opened, "tensor", number))
+        settle(opened)
+        mma = broken.trace.mmas[broken.trace.mmas["op"] == opened.evaluate("microscope.views[0].selected.op")][0]
+        seen.add(bool(mma["accumulate"]))
+        touched = opened.locator("[data-part=operands]").inner_text()
+        assert ("128 x 128 x 16, " + ("adds to D" if mma["accumulate"] else "writes D anew")) in touched
+        assert "tensor memory written: columns 0 to 127" in touched
+    assert seen == {True, False}
 
 
 def test_two_reports_side_by_side(opened: Any, written: dict[str, Path], right: Any, tmp_path: Path) -> None:

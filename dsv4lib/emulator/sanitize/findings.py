@@ -184,7 +184,8 @@ def source_lines(file: str) -> tuple[str, ...]:
     """Read the lines of a source file, or of a notebook's cell; none of anything else: its name comes from the PTX."""
     path = Path(file)
     if path.parent.name.startswith("ipykernel_"):  # a cell has no file: IPython keeps its lines here
-        return tuple(line.rstrip("\n") for line in linecache.getlines(file))
+        known = linecache.cache.get(file, ())
+        return tuple(line.rstrip("\n") for line in known[2]) if len(known) == 4 else ()
     try:
         if path.suffix not in _SOURCES or not path.is_file() or path.stat().st_size > _MAX_SOURCE:
             return ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import linecache
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from dsv4lib.emulator.microscope import code
 from dsv4lib.emulator.microscope.collect import LAUNCHES, Collector, shares
 from dsv4lib.emulator.microscope.columns import decode, encode, encode_words
 from dsv4lib.emulator.microscope.stream import TABLES, stream
-from dsv4lib.emulator.sanitize.findings import group
+from dsv4lib.emulator.sanitize.findings import group, source_lines
 from dsv4lib.emulator.trace.trace import Trace, unpack_lanes
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.gemm_tile import faults
@@ -132,17 +134,30 @@ def test_a_cut_keeps_its_limit_and_what_still_shows(gemm, limit):
         for name, table in made["tables"].items():
             assert table["rows"] == np.isin(getattr(trace, name)["cta"], cut["shown"]).sum()
         return
+    assert made["findings"][0]["time"] >= cut["part"]["first"]
+
+
+def test_what_still_shows_is_kept(gemm):
+    """A span late in the launch: barriers, cells and bytes are those of the whole trace when it begins."""
+    late = gemm.trace.hazards[-1:].copy()
+    late["time"] = 1200  # MMAs have written, copies are in flight
+    trace = replace(gemm.trace, hazards=late)
+    made = stream(trace, gemm.hazards, limit=150)
+    begin = made["cut"]["part"]["first"]
+    mine = trace.mbarriers[(trace.mbarriers["cta"] == 0) & (trace.mbarriers["time"] < begin)]
+    event = int(mine["event"][-1])
     columns = {name: table["columns"] for name, table in made["tables"].items()}
-    begin, event = cut["part"]["first"], 0
-    inside = [
-        e for e, t in zip(decode(columns["tmem"]["event"]), decode(columns["tmem"]["time"]), strict=True) if t >= begin
-    ]
-    event = min(inside) - 1 if inside else trace.events - 1
     rows = list(zip(*(decode(columns["mbarriers"][n]) for n in ("event", "offset", "phase", "pending")), strict=True))
     shown = {offset: (phase, pending) for e, offset, phase, pending in rows if e <= event}
-    wanted = {o: (int(r["phase"]), int(r["pending"])) for o, r in trace.mbarriers_at(event).items()}
-    assert shown == wanted
-    assert made["findings"][0]["time"] >= begin or limit > 300
+    assert shown == {o: (int(r["phase"]), int(r["pending"])) for o, r in trace.mbarriers_at(event).items()} != {}
+    for name, last in (("tmem", trace.tmem_at(event)), ("smem", trace.smem_at(event))):
+        needed = set(getattr(trace, name)["event"][np.unique(last[last >= 0])].tolist())
+        assert needed and needed <= set(decode(columns[name]["event"])), name
+    flying = trace.ops[(trace.ops["cta"] == 0) & (trace.ops["time"] < begin) & (trace.ops["done_time"] > begin)]
+    assert len(flying) and set(flying["event"].tolist()) <= set(decode(columns["ops"]["event"]))
+    stands = {w: trace.marks[(trace.marks["cta"] == 0) & (trace.marks["warp"] == w)] for w in range(6)}
+    before = {(w, int(m["time"][m["time"] < begin][-1])) for w, m in stands.items()}
+    assert before <= set(zip(decode(columns["marks"]["warp"]), decode(columns["marks"]["time"]), strict=True))
 
 
 def test_a_limit_of_nothing_is_refused(gemm):
@@ -180,6 +195,16 @@ def test_paths_tell_of_no_home_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert code.shown(str(tmp_path / "a" / "k.py")) == "a/k.py"
     assert code.shown("/" + "home/someone/work/kernels/k.py") == "kernels/k.py"
+
+
+def test_a_notebook_s_cell_is_a_source_and_a_file_of_that_folder_is_none(tmp_path, monkeypatch):
+    folder = tmp_path / "ipykernel_7"
+    folder.mkdir()
+    cell, other = str(folder / "1234567.py"), folder / "secret.py"
+    other.write_text("secret")
+    monkeypatch.setitem(linecache.cache, cell, (9, None, ["a = 1\n", "b = 2\n"], cell))
+    assert source_lines(cell) == ("a = 1", "b = 2") and source_lines(str(other)) == ()
+    assert code.shown(cell) == "notebook cell 1234"
 
 
 def test_traces_name_services_in_order(gemm):

@@ -49,9 +49,10 @@ class View {
     this.part("cta").value = String(cta);
     this.moments = this.launch.part(cta).moments;
     this.part("scrub").max = String(this.moments.length - 1);
-    this.selected = { warp: this.launch.tables.states.warp[this.launch.part(cta).rows.states[0]] };
+    const warps = this.launch.part(cta).rows.states.map((i) => this.launch.tables.states.warp[i]);
+    this.selected = { warp: Math.min(...warps, Infinity) };
     this.timeline.show(this.launch, cta);
-    this.go(0, false);
+    this.go(Math.floor(this.moments.length / 2), false); // early moments show little
   }
 
   /** Show a moment by its number. Linked views follow to the same time. */
@@ -163,10 +164,13 @@ class View {
     const { launch, cta, event, time } = this;
     const warps = warpsAt(launch, cta, time);
     const { findings } = launch.raw;
+    this.timeline.chosen = this.selected.op;
     this.timeline.moveTo(time);
     const mine = warps.find((one) => one.warp === this.selected.warp);
     const line = this.selected.line !== undefined ? this.selected.line : mine ? mine.line : -1;
     this.part("chosen").textContent = this.chosenText(mine);
+    const touched = this.selected.op === undefined ? [] : operandsOf(launch, cta, this.selected.op);
+    this.part("operands").textContent = touched.length ? listed(touched, "") : "";
     fill(this.part("warps"), ...warpPanel(launch, warps, this.selected.warp, (warp) => {
       this.selected = { warp };
       this.show();

@@ -135,10 +135,13 @@ function barrierPanel(launch, cta, event, warps) {
     element("td", { text: `${one.pending} of ${one.expected}` }),
     element("td", { text: one.tx ? one.tx.toLocaleString("en") : "" }),
     element("td", { text: waiting(offset) })] : unseen(offset))));
-  for (const [name, row] of [...last].sort())
-    body.push(element("tr", {}, element("th", { scope: "row", text: name === "cluster 0" ? "cluster's barrier" : name.replace("named", "barrier") }),
-      element("td", { text: "" }), element("td", { text: `${named.arrived[row]} arrived of ${named.expected[row]}` }), element("td"),
-      element("td", { text: warps.filter((one) => one.state === "wait" && one.reason === name.replace("named", "barrier")).map((one) => one.warp).join(", ") })));
+  for (const [name, row] of [...last].sort()) {
+    const cluster = named.kind[row] === "cluster"; // of which the trace has the phase, not how many are expected
+    const reason = cluster ? "barrier.cluster" : name.replace("named", "barrier");
+    body.push(element("tr", {}, element("th", { scope: "row", text: cluster ? "cluster's barrier" : reason }),
+      element("td", { text: cluster ? String(named.expected[row]) : "" }), element("td", { text: cluster ? "" : `${named.arrived[row]} arrived of ${named.expected[row]}` }), element("td"),
+      element("td", { text: warps.filter((one) => one.state === "wait" && one.reason === reason).map((one) => one.warp).join(", ") })));
+  }
   const head = element("tr", {}, ...["barrier", "phase", "pending arrivals", "bytes to come", "warps that wait"].map((text) => element("th", { scope: "col", text })));
   return [element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))];
 }
@@ -153,6 +156,19 @@ function warpPanel(launch, warps, selected, pick) {
   });
   const head = element("tr", {}, ...["warp", "state", "source", "instruction"].map((text) => element("th", { scope: "col", text })));
   return [element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))];
+}
+
+/** What an operation touches, in words: its box or shape, and ranges of the memories. */
+function operandsOf(launch, cta, op) {
+  const { boxes, mmas, smem, tmem } = launch.tables;
+  const { rows } = launch.part(cta);
+  const hex = (byte) => `0x${byte.toString(16)}`;
+  const own = (name) => rows[name].filter((i) => launch.tables[name].op[i] === op);
+  const out = own("boxes").map((i) => `${boxes.nbytes[i].toLocaleString("en")} bytes at ${boxes.box[i]}${boxes.barrier[i] < 0 ? "" : `, signals ${barrierName(launch, boxes.barrier[i] & OFFSET_MASK)}`}`);
+  for (const i of own("mmas")) out.push(`${mmas.kind[i]} ${mmas.m[i]} x ${mmas.n[i]} x ${mmas.k[i]}${mmas.accumulate[i] ? ", adds to D" : ", writes D anew"}`);
+  for (const i of own("tmem")) out.push(`tensor memory ${tmem.write[i] ? "written" : "read"}: columns ${tmem.column[i]} to ${tmem.end[i] - 1}`);
+  for (const i of own("smem")) out.push(`shared memory ${smem.write[i] ? "written" : "read"}: within ${hex(smem.first[i])} to ${hex(smem.end[i])}`);
+  return out;
 }
 
 /** Lines of a text around the current one. */

@@ -3,7 +3,7 @@
 const ROW = 19;
 const RULER = 22;
 const MAX_OVERLAP = 6; // rows of one unit; more operations at once share the last
-const UNIT_NAMES = { tma: "TMA", tensor: "tensor core", bulk: "bulk copies" };
+const UNIT_NAMES = { tma: "TMA", tensor: "tensor core", bulk: "bulk copies", ldst: "TMEM ld, st", wgmma: "wgmma" };
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -11,7 +11,7 @@ function colour(name) {
 
 /** Kind of an operation: its colour's variable. */
 function kindOfOp(unit, label) {
-  if (unit === "tensor") return label.startsWith("commit") ? "--k-commit" : "--k-mma";
+  if (unit === "tensor" || unit === "wgmma") return label.startsWith("commit") ? "--k-commit" : "--k-mma";
   return "--k-copy";
 }
 
@@ -71,10 +71,12 @@ function unitTracks(launch, unit, mine) {
     const from = unit === "tensor" ? Math.min(Math.max(ops.time[i], before), to) : ops.time[i];
     before = to;
     let lane = free.findIndex((until) => until <= from);
+    const crowded = lane < 0 && free.length === MAX_OVERLAP;
     if (lane < 0) lane = Math.min(free.length, MAX_OVERLAP - 1);
     free[lane] = Math.max(free[lane] || 0, to);
     const name = UNIT_NAMES[unit] || unit;
     if (!out[lane]) out[lane] = { type: "unit", id: unit, name: lane ? `${name} ${lane + 1}` : name, bars: [] };
+    if (crowded) out[lane].name = `${name} ${lane + 1} and more`;
     out[lane].bars.push({ from, to, kind: kindOfOp(unit, ops.label[i]), row: i });
   }
   return out;
@@ -259,6 +261,12 @@ class Timeline {
       if (bar.text && wide > 16) {
         pen.fillStyle = "#1b1f24";
         pen.fillText(bar.text, left + 4, top + ROW / 2);
+      }
+      if (track.type === "unit" && bar.row === this.chosen) {
+        pen.strokeStyle = paint("--ink");
+        pen.lineWidth = 2;
+        pen.strokeRect(left, top + 3, wide, ROW - 6);
+        pen.lineWidth = 1;
       }
       drawn = Math.max(left + 1, right);
       last = bar.kind;
