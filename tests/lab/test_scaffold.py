@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import scaffold
+from dsv4lib.lab.upkeep import scaffold
 from tests.structure_rules import rules
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,11 +16,11 @@ from typing import Any
 
 from dsv4lib import backends, env
 from dsv4lib.errors import ArgumentError, BackendUnavailable
-from dsv4lib.lab import glossary, slices
 from dsv4lib.lab import stage as contract
+from dsv4lib.lab.notebook import glossary, slices
+from dsv4lib.lab.notebook.turns import NOT_YET, RIGHT
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
-from dsv4lib.lab.turns import NOT_YET, RIGHT
 from dsv4lib.lab.verdicts import LOOKS, GateResult, Verdict, judge, overall
 
 STATE_LOOK = {"passed": Verdict.PASSED, "failed": Verdict.GATE_FAILED, "skipped": Verdict.SKIPPED}
