@@ -49,7 +49,7 @@ def test_a_new_op_works(workspace):
 
 def test_a_new_stage_is_a_contract(workspace):
     scaffold.write("stage", "my_page", workspace)
-    script = "from dsv4lib.lab import lint, stage; print(stage.load('my_page').title)"
+    script = "from dsv4lib.lab import stage; print(stage.load('my_page').title)"
     code, text = python(workspace, "-c", script)
     assert code == 0 and "Normalised rows" in text
 
