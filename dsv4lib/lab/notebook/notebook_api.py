@@ -163,8 +163,8 @@ def _show_table(results: list[GateResult], metrics: Mapping[str, float], skipped
     head = "".join(f'<th style="{CELL}">{name}</th>' for name in ("verdict", "metric", "value", "bound", "reason"))
     body = "".join(
         f'<tr><td style="{CELL};white-space:nowrap;{_colours(mark)}">{html.escape(word)}</td>'
-        + f'<td style="{CELL};white-space:nowrap">{html.escape(rest[0])}</td>'
-        + "".join(f'<td style="{CELL}">{html.escape(text)}</td>' for text in rest[1:])
+        + "".join(f'<td style="{CELL};white-space:nowrap">{html.escape(text)}</td>' for text in rest[:3])
+        + f'<td style="{CELL}">{html.escape(rest[3])}</td>'
         + "</tr>"
         for mark, word, *rest in rows
     )
