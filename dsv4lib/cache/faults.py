@@ -166,7 +166,11 @@ FAULTS = {
         "a state is saved after later rows overwrote it", Manager, "_save_ring", _any_time, "check_uncut"
     ),
     "kept_on_the_host": Fault(
-        "rule: a request that comes back gives its host pages back", Manager, "_swap_in", _kept_on_the_host, "run_machine"
+        "rule: a request that comes back gives its host pages back",
+        Manager,
+        "_swap_in",
+        _kept_on_the_host,
+        "run_machine",
     ),
     "padding_not_counted": Fault(
         "vllm #51041: capacity by values, not by pages",

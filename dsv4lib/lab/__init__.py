@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsv4lib.lab.notebook_api import answer, card, verdict
+    from dsv4lib.lab.notebook.notebook_api import answer, card, verdict
 
 __all__ = ["answer", "card", "verdict"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from dsv4lib.lab import notebook_api
+        from dsv4lib.lab.notebook import notebook_api
 
         return getattr(notebook_api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

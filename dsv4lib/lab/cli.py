@@ -73,7 +73,7 @@ def run(
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and where; run nothing")] = False,
 ) -> None:
     """Run the stages, judge them and write records and a report (the main job)."""
-    from dsv4lib.lab import command
+    from dsv4lib.lab.commands import command
 
     console = Console(highlight=False)
     wish = command.Wish(
@@ -117,7 +117,7 @@ def stages(
     if as_json:
         print(json.dumps([_described(spec, last.get(spec.name)) for spec in found], indent=1))
         return
-    from dsv4lib.lab.command import ladder
+    from dsv4lib.lab.commands.command import ladder
 
     console.print(ladder(sorted(found, key=lambda spec: spec.notebook), last))
 
@@ -176,7 +176,7 @@ def test(context: typer.Context) -> None:
     --corpus: run other people's kernels, after installing their packages beside the lab on first use.
     """
     from dsv4lib.bench.peers import corpus
-    from dsv4lib.lab import mutants
+    from dsv4lib.lab.upkeep import mutants
 
     _need_clone("test")
     os.chdir(env.root())
@@ -193,7 +193,7 @@ def test(context: typer.Context) -> None:
 def lint() -> None:
     """Check every stage's contract and notebook, and the code by ruff; warn of words to avoid (exit 1: a problem)."""
     _need_clone("lint")
-    from dsv4lib.lab import lint as linting
+    from dsv4lib.lab.upkeep import lint as linting
 
     problems = 0
     for report in linting.reports():
@@ -358,7 +358,7 @@ def bench(
             raise ArgumentError(name, str(path), "a file in a folder that exists")
     if what == "peers":
         _need_clone("bench peers")
-    from dsv4lib.lab import benches
+    from dsv4lib.lab.commands import benches
     from dsv4lib.pages.fmha import peers as fmha_peers
     from dsv4lib.pages.moe_gemm import peers as moe_gemm_peers
 
@@ -464,7 +464,8 @@ def new(
 ) -> None:
     """Write a working op (kernel, oracle, tests, bench rows, stage, notebook) or stage to start from."""
     _need_clone("new")
-    from dsv4lib.lab import ladder, scaffold
+    from dsv4lib.lab import ladder
+    from dsv4lib.lab.upkeep import scaffold
 
     root = workspace()
     for path in scaffold.write(kind, name, root):
@@ -521,7 +522,7 @@ def evaluate(
 @app.command()
 def doctor() -> None:
     """Print versions, which back ends work here, and the fix for what does not."""
-    from dsv4lib.lab import doctor as checks
+    from dsv4lib.lab.commands import doctor as checks
 
     raise typer.Exit(checks.main())
 
@@ -533,7 +534,7 @@ def lab(
     browser: Annotated[bool, typer.Option(help="open a browser window")] = True,
 ) -> None:
     """Open JupyterLab on 127.0.0.1 with a token: a random one, or what JUPYTER_TOKEN says."""
-    from dsv4lib.lab import jupyter
+    from dsv4lib.lab.commands import jupyter
 
     jupyter.main(notebook or jupyter.FIRST_NOTEBOOK, port, browser)
 

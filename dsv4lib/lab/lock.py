@@ -17,7 +17,7 @@ from typing import Any
 
 from dsv4lib import env
 from dsv4lib.errors import DSV4Error
-from dsv4lib.lab.doctor import normal
+from dsv4lib.lab.commands.doctor import normal
 
 PINS, HASHES, CORPUS = "requirements.lock", "requirements.hashes", "requirements-corpus.lock"
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))

@@ -9,6 +9,7 @@ from typing import Any
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz.style import GRID, INK, MUTED
 
+LINE, WRAPPED = 40, 17  # characters that stay on one line; width of what is wrapped, so that no page squeezes it
 _CELL = f"padding:3px 14px 3px 0;border-bottom:1px solid {GRID};vertical-align:top;color:{INK}"
 
 
@@ -43,7 +44,8 @@ def show_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 def _cell(value: Any) -> str:
     text = _shown(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    style = f"{_CELL};text-align:{'right' if number else 'left'}" + (";white-space:nowrap" if len(text) <= 40 else "")
+    width = "white-space:nowrap" if len(text) <= LINE else f"min-width:{WRAPPED}em"
+    style = f"{_CELL};text-align:{'right' if number else 'left'};{width}"
     return f'<td style="{style}">{html.escape(text)}</td>'
 
 

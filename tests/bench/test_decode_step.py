@@ -15,7 +15,7 @@ from dsv4lib.bench.ops import harness
 from dsv4lib.bench.ops.results import ABSENT, FAILED, OURS, TIMED, WRONG, Found, Result
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import benches
+from dsv4lib.lab.commands import benches
 from dsv4lib.pages.common import peers as peer_pages
 from dsv4lib.pages.hopper import step_table
 

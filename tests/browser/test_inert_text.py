@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from dsv4lib import lab
-from dsv4lib.lab import notebook_api
 from dsv4lib.lab import stage as contract
+from dsv4lib.lab.notebook import notebook_api
 from dsv4lib.lab.stage import Stage
 from dsv4lib.viz.table import html_table
 

@@ -18,7 +18,7 @@ import pytest
 
 from dsv4lib import env
 from dsv4lib.dsl import layout_check, layouts
-from dsv4lib.lab import jupyter
+from dsv4lib.lab.commands import jupyter
 
 NOTEBOOK = "notebooks/10_layouts.ipynb"
 QUIET = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from dsv4lib import env
 from dsv4lib.errors import DSV4Error
-from dsv4lib.lab import cli, command, records
+from dsv4lib.lab import cli, records
+from dsv4lib.lab.commands import command
 from dsv4lib.lab.report import scrub
 from dsv4lib.lab.run import devices, files, manifest, plan, runner
 from dsv4lib.lab.run.progress import Progress

@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from dsv4lib import env
-from dsv4lib.lab import cli, command
+from dsv4lib.lab import cli
+from dsv4lib.lab.commands import command
 from dsv4lib.lab.stage import Stage, discover
 from dsv4lib.lab.verdicts import Verdict, exit_code_table
 

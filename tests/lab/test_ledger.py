@@ -14,7 +14,8 @@ from rich.console import Console
 
 from dsv4lib import env
 from dsv4lib.errors import DSV4Error
-from dsv4lib.lab import command, ledger
+from dsv4lib.lab import ledger
+from dsv4lib.lab.commands import command
 from dsv4lib.lab.run import runner
 from dsv4lib.lab.stage import Stage, names
 from dsv4lib.lab.verdicts import Verdict

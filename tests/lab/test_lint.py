@@ -8,8 +8,8 @@ from typing import Any
 import nbformat
 import pytest
 
-from dsv4lib.lab.lint import PROSE_WORDS, lint, lint_all, looser, prose_words, unproven
 from dsv4lib.lab.stage import Gate, Stage
+from dsv4lib.lab.upkeep.lint import PROSE_WORDS, lint, lint_all, looser, prose_words, unproven
 
 CARD = 'from dsv4lib import lab\n\nlab.card("tiny", backend=backend, seed=seed)'
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dsv4lib.lab import cli, command
+from dsv4lib.lab import cli
+from dsv4lib.lab.commands import command
 from dsv4lib.lab.run import manifest, plan
 from dsv4lib.lab.run.plan import Job, make
 from dsv4lib.lab.stage import Stage

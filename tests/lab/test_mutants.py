@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4lib import env
-from dsv4lib.lab import mutants
+from dsv4lib.lab.upkeep import mutants
 
 SOURCE = '''"""Small."""
 
@@ -91,6 +91,6 @@ def test_the_choice_follows_from_the_seed() -> None:
 
 def test_tests_near_a_module() -> None:
     tests = mutants.Tests(env.root())
-    assert tests.near("dsv4lib/lab/mutants.py")[0] == "tests/lab/test_mutants.py"
+    assert tests.near("dsv4lib/lab/upkeep/mutants.py")[0] == "tests/lab/test_mutants.py"
     near = tests.near("dsv4lib/emulator/checks/global_memory.py")
     assert len(near) == mutants.FILES and all(name.startswith("tests/emulator/checks/") for name in near[:1])

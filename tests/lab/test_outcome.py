@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.lab import command, outcome
+from dsv4lib.lab.commands import command, outcome
 from dsv4lib.lab.ledger import Entry
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.report import junit, summary

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from dsv4lib import env
-from dsv4lib.lab import command
+from dsv4lib.lab.commands import command
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.run import repeat, runner
 from dsv4lib.lab.stage import Stage, load, names

@@ -14,7 +14,8 @@ import nbformat
 import psutil
 import pytest
 
-from dsv4lib.lab import doctor, records
+from dsv4lib.lab import records
+from dsv4lib.lab.commands import doctor
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.run import manifest, meter, plan, processes, runner, worker
 from dsv4lib.lab.stage import Stage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import scaffold
+from dsv4lib.lab.upkeep import scaffold
 from tests.structure_rules import rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_a_new_op_works(workspace):
 
 def test_a_new_stage_is_a_contract(workspace):
     scaffold.write("stage", "my_page", workspace)
-    script = "from dsv4lib.lab import lint, stage; print(stage.load('my_page').title)"
+    script = "from dsv4lib.lab import stage; print(stage.load('my_page').title)"
     code, text = python(workspace, "-c", script)
     assert code == 0 and "Normalised rows" in text
 

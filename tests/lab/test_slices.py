@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from dsv4lib import env
+from dsv4lib.lab.notebook.slices import LEFT_OUT, of_notebook, slice_for
 from dsv4lib.lab.report.cells import render
 from dsv4lib.lab.run import runner
-from dsv4lib.lab.slices import LEFT_OUT, of_notebook, slice_for
 from dsv4lib.lab.stage import Stage, discover
 from dsv4lib.lab.verdicts import Verdict
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.lab import turns
+from dsv4lib.lab.notebook import turns
 from dsv4lib.lab.stage import discover
 from tests.cases import cases
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from dsv4lib import env
-from dsv4lib.lab.lint import lint, unproven
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.run import runner
 from dsv4lib.lab.stage import Stage, discover
+from dsv4lib.lab.upkeep.lint import lint, unproven
 from dsv4lib.lab.verdicts import Verdict
 from dsv4lib.ops.compressor import faults as compressor_faults
 from dsv4lib.ops.fmha import faults as fmha_faults

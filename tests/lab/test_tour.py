@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from dsv4lib import env, lab
-from dsv4lib.lab import glossary, turns
+from dsv4lib.lab.notebook import glossary, turns
 from dsv4lib.lab.stage import discover
 
 PAGES = sorted(path for path in (env.root() / "notebooks").glob("*.ipynb"))
@@ -92,7 +92,7 @@ def test_words_of_the_glossary_are_found_in_prose(tmp_path: Path) -> None:
 
 def test_the_card_links_the_words_of_its_page(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     shown = []
-    monkeypatch.setattr("dsv4lib.lab.notebook_api._display", lambda page, text: shown.append((page, text)))
+    monkeypatch.setattr("dsv4lib.lab.notebook.notebook_api._display", lambda page, text: shown.append((page, text)))
     lab.card("fmha_a", backend="emulator")
     page, text = shown[0]
     assert f'<a href="{glossary.LINK}" title="a counter in SMEM with phases' in page and "mbarrier" in text

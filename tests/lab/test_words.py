@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dsv4lib.lab import cli, lint, words
+from dsv4lib.lab import cli
+from dsv4lib.lab.upkeep import lint, words
 
 
 def found(text):

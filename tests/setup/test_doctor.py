@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dsv4lib import backends, env
-from dsv4lib.lab import doctor
+from dsv4lib.lab.commands import doctor
 
 GOOD = doctor.Facts(
     python=(3, 11),

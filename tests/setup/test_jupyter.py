@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import jupyter
+from dsv4lib.lab.commands import jupyter
 
 
 def test_local_address_and_fresh_token(monkeypatch):

@@ -13,7 +13,7 @@ import yaml
 
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import lock
-from dsv4lib.lab.doctor import normal, read_lock
+from dsv4lib.lab.commands.doctor import normal, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = read_lock(ROOT / "requirements.lock")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4lib import env
-from dsv4lib.lab import doctor
+from dsv4lib.lab.commands import doctor
 from tests.emulator.sanitize import kernels
 
 ROOT = Path(__file__).resolve().parents[2]

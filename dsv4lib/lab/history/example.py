@@ -17,7 +17,7 @@ import numpy as np
 from dsv4lib.bench import history as bench
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab import records
-from dsv4lib.lab.benches import BENCHES
+from dsv4lib.lab.commands.benches import BENCHES
 from dsv4lib.lab.history.series import BENCH, METRIC, TIME, At, History, Series
 from dsv4lib.lab.verdicts import GateResult, Verdict
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4lib.bench import history as bench
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import records
-from dsv4lib.lab.benches import BENCHES
+from dsv4lib.lab.commands.benches import BENCHES
 from dsv4lib.lab.run import manifest
 from dsv4lib.lab.run.files import read_own, write_atomic
 from dsv4lib.lab.run.manifest import PLAN_BYTES

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import command, outcome
 from dsv4lib.lab import ledger as excused
+from dsv4lib.lab.commands import command, outcome
 from dsv4lib.lab.nightly import cluster, gather, ledger, local, retention
 from dsv4lib.lab.nightly import plan as plans
 from dsv4lib.lab.nightly.retention import Limits

@@ -11,11 +11,11 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from dsv4lib.lab.notebook.slices import LEFT_OUT
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.report.scrub import scrub_all
 from dsv4lib.lab.run.files import write_atomic
 from dsv4lib.lab.run.quick_nbformat import nbformat
-from dsv4lib.lab.slices import LEFT_OUT
 from dsv4lib.lab.verdicts import LOOKS, Verdict
 
 BANNER = "dsv4-banner"

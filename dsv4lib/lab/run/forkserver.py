@@ -52,7 +52,7 @@ LATER = {
 KERNEL = (  # what a kernel imports as it starts
     "ipykernel.kernelapp", "ipykernel.debugger", "ipykernel.kernelspec", "tornado.platform.asyncio", "faulthandler",
     "IPython.core.completerlib", "IPython.core.logger", "IPython.extensions.storemagic", "sqlite3",
-    "IPython.core.debugger", "IPython.core.oinspect", "dsv4lib.lab.notebook_api",
+    "IPython.core.debugger", "IPython.core.oinspect", "dsv4lib.lab.notebook.notebook_api",
 )  # fmt: skip
 LATE = ("DSV4_", "JUPYTER_", "PYTEST_")  # prefixes of variables that nothing reads at import
 LATE_NAMES = ("IPYTHONDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "COLUMNS", "LINES", "PWD", "OLDPWD", "_", "SHLVL")

@@ -26,8 +26,9 @@ from typing import Any
 from filelock import FileLock
 
 from dsv4lib import env
-from dsv4lib.lab import records, slices
-from dsv4lib.lab.doctor import chromium_version
+from dsv4lib.lab import records
+from dsv4lib.lab.commands.doctor import chromium_version
+from dsv4lib.lab.notebook import slices
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.report.scrub import scrub, scrub_all
 from dsv4lib.lab.report.stamp import stamp
@@ -503,7 +504,7 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
 def _negative(
     record: Record, expected: Sequence[str], gates: Sequence[Any], verdict: Verdict, reason: str
 ) -> tuple[Verdict, str]:
-    """Verdict and reason of an injected fault: each metric of ``expected`` has a gate that failed, or one stayed green."""
+    """Verdict and reason of an injected fault: the gate on each metric of ``expected`` failed, or one stayed green."""
     failed = {gate.metric for gate in gates if gate.state == "failed"}
     green = [metric for metric in expected if metric not in failed]
     if not green:

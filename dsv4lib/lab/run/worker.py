@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4lib.lab import slices
+from dsv4lib.lab.notebook import slices
 from dsv4lib.lab.run.files import write_atomic
 from dsv4lib.lab.run.meter import own_cpu_s
 from dsv4lib.lab.run.processes import die_with_parent, oom_kills

@@ -22,7 +22,7 @@ from dsv4lib.dsl import tmem, umma
 from dsv4lib.dsl.rope import Tables
 from dsv4lib.ops.fmha.combine import Combine
 from dsv4lib.ops.fmha.dequant import LanePools, Registers
-from dsv4lib.ops.fmha.ladder import CHUNK, CHUNK_BYTES, KV_STAGES, LOG2_E, O_COLUMN, S_STAGES, TILE_N, Ladder
+from dsv4lib.ops.fmha.ladder import CHUNK, CHUNK_BYTES, LOG2_E, O_COLUMN, TILE_N, Ladder
 from dsv4lib.ops.fmha.load import KeySources
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.work import KeyList, KeyLists, Outputs, Row, Span, Work
@@ -517,7 +517,7 @@ class HastyLoad(Fmha):
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "PinnedTile": ("a", "boxes never loaded"),
     "HalfProduct": ("a", "bytes never read"),
-    "HastyProduct": ("a", "uninitialised_smem"),
+    "HastyProduct": ("a", "race_shared"),
     "ShiftedWeights": ("b", "uninitialised_tmem"),
     "FirstAccumulates": ("b", "uninitialised_tmem"),
     "TransposedV": ("b", "wrong numbers"),

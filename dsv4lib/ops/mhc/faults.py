@@ -1,4 +1,4 @@
-"""Inject faults into the few-token kernel, one at a time: each class replaces one thing. `FAULTS` holds them by name."""
+"""Inject faults into the kernel of few tokens. Each class replaces one thing; `FAULTS` holds them by name."""
 
 from __future__ import annotations
 

@@ -191,11 +191,10 @@ def furthest(rows: Sequence[Recorded], batch: int, count: int = 10) -> None:
     for one in sorted(timed, key=lambda line: line.lost_ms, reverse=True)[:count]:
         limit = run_case.limit(one)
         where = f"{limit.limit} ({limit.source})" if limit.source else limit.limit
-        ratio = f"{one.ours_us / one.floor_us:.3g}"
-        times = _short(one.ours_us), _short(one.floor_us), ratio, f"{one.lost_ms:.2g}"
+        times = _short(one.ours_us), _short(one.floor_us), f"{one.lost_ms:.2g}"
         public = f"{one.public.us:.3g} {one.public.provider}" if one.public else "-"
-        table.append((one.name, *times, public, _nature(one), where))
-    head = "line", "ours us", "floor us", "x floor", "lost ms a step", "public us", "its time", "what limits it"
+        table.append((one.name, *times, public, f"{_nature(one)}; {where}"))
+    head = "line", "ours us", "floor us", "lost ms a step", "public us", "what limits it"
     show_table(head, table)
 
 

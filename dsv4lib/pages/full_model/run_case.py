@@ -206,9 +206,7 @@ class Continued(NamedTuple):
     accepted: int
 
 
-def continued(
-    found: Listed, prompt: str, count: int, drafts: int, backend: str, fault: str = "none"
-) -> Continued:
+def continued(found: Listed, prompt: str, count: int, drafts: int, backend: str, fault: str = "none") -> Continued:
     """Continue a prompt greedily; ``fault``: "VerifiesARowLate", of the drafts, or "none"."""
     made, tokens = model(found, backend, mtp=drafts > 0), ByteTokenizer().encode(prompt)
     caches = PagedCaches(made, requests=1, tokens=128, positions=128, drafts=drafts)

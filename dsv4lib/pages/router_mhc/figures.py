@@ -28,6 +28,7 @@ from dsv4lib.ops.rmsnorm.kernel import RmsNorm
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm
 from dsv4lib.ops.rmsnorm_quant.op import AddNormed, add_rmsnorm_quant
 from dsv4lib.ops.router.op import Hashed, router
+from dsv4lib.pages.common.faults import expected
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference import quantize as quantize_oracle
 from dsv4lib.reference import router as router_oracle
@@ -142,7 +143,7 @@ def run(given: Boundary, fault: str = "none") -> Found:
         bias = torch.zeros_like(bias)
     pairs = 3 if fault == "few_pairs" else ITERS
     kernel = MHC_FAULTS.get(fault, MhcFewTokens)
-    with patch.object(mhc_op, "MhcFewTokens", kernel), emulator.device(ARCH, checks="race") as gpu:
+    with patch.object(mhc_op, "MhcFewTokens", kernel), expected(), emulator.device(ARCH, checks="race") as gpu:
         before = given.streams, given.f, given.post, comb
         boundary = mhc_post_pre(*before, site, iters=pairs, backend="emulator")
         y = boundary[1]
@@ -225,7 +226,7 @@ def fusion(given: Boundary, fault: str = "none") -> Fusion:
     """Add sublayer output and one stream, norm and quantise to FP8. It is done in one launch, and in two."""
     x, residual, weight = given.f, given.streams[:, 0].contiguous(), given.site.weight
     norm = patch.object(rmsnorm_op, "RmsNorm", NORM_FAULTS.get(fault, RmsNorm))
-    with norm, emulator.device(ARCH, checks="race") as gpu:
+    with norm, expected(), emulator.device(ARCH, checks="race") as gpu:
         fused = add_rmsnorm_quant(x, residual, weight, "fp8", keep=True, backend="emulator")
         h, y = add_rmsnorm(x, residual, weight, backend="emulator")
         codes, scales, _ = quantize(y, "fp8", backend="emulator")

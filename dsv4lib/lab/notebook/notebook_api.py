@@ -16,11 +16,11 @@ from typing import Any
 
 from dsv4lib import backends, env
 from dsv4lib.errors import ArgumentError, BackendUnavailable
-from dsv4lib.lab import glossary, slices
 from dsv4lib.lab import stage as contract
+from dsv4lib.lab.notebook import glossary, slices
+from dsv4lib.lab.notebook.turns import NOT_YET, RIGHT
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
-from dsv4lib.lab.turns import NOT_YET, RIGHT
 from dsv4lib.lab.verdicts import LOOKS, GateResult, Verdict, judge, overall
 
 STATE_LOOK = {"passed": Verdict.PASSED, "failed": Verdict.GATE_FAILED, "skipped": Verdict.SKIPPED}
@@ -163,8 +163,8 @@ def _show_table(results: list[GateResult], metrics: Mapping[str, float], skipped
     head = "".join(f'<th style="{CELL}">{name}</th>' for name in ("verdict", "metric", "value", "bound", "reason"))
     body = "".join(
         f'<tr><td style="{CELL};white-space:nowrap;{_colours(mark)}">{html.escape(word)}</td>'
-        + f'<td style="{CELL};white-space:nowrap">{html.escape(rest[0])}</td>'
-        + "".join(f'<td style="{CELL}">{html.escape(text)}</td>' for text in rest[1:])
+        + "".join(f'<td style="{CELL};white-space:nowrap">{html.escape(text)}</td>' for text in rest[:3])
+        + f'<td style="{CELL}">{html.escape(rest[3])}</td>'
         + "</tr>"
         for mark, word, *rest in rows
     )

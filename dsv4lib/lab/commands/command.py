@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import ledger, outcome
-from dsv4lib.lab.outcome import GPU_SETS
+from dsv4lib.lab import ledger
+from dsv4lib.lab.commands import outcome
+from dsv4lib.lab.commands.outcome import GPU_SETS
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.records import load as load_records
 from dsv4lib.lab.run import plan, repeat, runner

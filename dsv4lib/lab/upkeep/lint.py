@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4lib.lab import glossary, turns, words
+from dsv4lib.lab.notebook import glossary, turns
 from dsv4lib.lab.run.quick_nbformat import nbformat
 from dsv4lib.lab.stage import NEEDED_SETS, Gate, Stage, StageError, discover, workspace
+from dsv4lib.lab.upkeep import words
 
 LOOSEST = 4.0  # a bound may be this many times looser than the value last seen
 CELL_LINES = 25

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.lab import slices
+from dsv4lib.lab.notebook import slices
 
 RIGHT, NOT_YET = "right", "not yet"  # what `lab.answer` prints
 HEADING = re.compile(r"^#+ .*\bYour turn\b", re.MULTILINE)
