@@ -25,6 +25,7 @@ from dsv4lib.errors import ArgumentError
 LABEL = "DSV4_MACHINE"  # a name that the owner gives this machine; without it, records name none
 DRIVER = Path("/proc/driver/nvidia/version")
 INSTALLED = "workspace"  # in the package of a wheel, made by setup.py
+KERNEL_ROOMS = ("dsl", "formats", "ops")  # folders of sources that compiled kernels may depend on
 HOST_SIDE = ("__init__.py", "op.py", "cpp", "bench", "peers")  # beginnings of names of an op: no kernel depends on it
 SOURCES = ("*.py", "*.cu", "*.cuh")
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem", "power.limit")  # as nvidia-smi calls them
@@ -43,6 +44,7 @@ PACKAGES = (
 )
 
 
+@functools.cache
 def package() -> Path:
     """Return the folder of `dsv4lib` itself. Its parent is what Python's path must hold."""
     return Path(__file__).resolve().parent
@@ -116,17 +118,20 @@ def source_fingerprint(*folders: str) -> str:
 
 def is_kernel_source(path: Path) -> bool:
     """Tell whether a compiled kernel may depend on this file. It is in `dsl`, `formats` or an op, not its host side."""
-    if not path.is_relative_to(package()):
+    try:
+        room, *rest = path.relative_to(package()).parts
+    except ValueError:  # elsewhere
         return False
-    room, *rest = path.relative_to(package()).parts
     if room != "ops":
-        return room in ("dsl", "formats")
+        return room in KERNEL_ROOMS
     return len(rest) > 1 and rest[0] != "common" and not any(part.startswith(HOST_SIDE) for part in rest[1:])
 
 
 def kernel_fingerprint() -> str:
     """Return 12 hex digits over sources of compiled kernels, see `is_kernel_source`."""
-    return _digest(path for path in sorted(package().rglob("*.py")) if is_kernel_source(path))
+    walked = [found for room in KERNEL_ROOMS for found in os.walk(package() / room)]
+    paths = sorted(Path(folder, name) for folder, _, names in walked for name in names if name.endswith(".py"))
+    return _digest(path for path in paths if is_kernel_source(path))
 
 
 def _digest(paths: Iterable[Path]) -> str:

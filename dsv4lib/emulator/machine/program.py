@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,17 +205,21 @@ def write_slot(regs: np.ndarray, offset: int, bits: int, value: Any) -> None:
         regs[offset : offset + abi.LANES * bits // 8].view(f"<u{bits // 8}")[:] = lanes.astype(f"<u{bits // 8}")
 
 
-def leaves(operands: Iterable[Operand]) -> Iterator[Operand]:
+def leaves(operands: Iterable[Operand]) -> list[Operand]:
     """Flatten operands in PTX order: vectors, pairs. A memory operand is its base, then the rest."""
+    found: list[Operand] = []
     for operand in operands:
-        if isinstance(operand, Vector):
-            yield from leaves(operand.items)
+        if isinstance(operand, Reg):  # most are
+            found.append(operand)
+        elif isinstance(operand, Vector):
+            found += leaves(operand.items)
         elif isinstance(operand, Pair):
-            yield from leaves((operand.first, operand.second))
+            found += leaves((operand.first, operand.second))
         elif isinstance(operand, Memory):
-            yield from leaves((operand.base, *operand.rest))
+            found += leaves((operand.base, *operand.rest))
         else:
-            yield operand
+            found.append(operand)
+    return found
 
 
 def read_clock(warp: Any, instr: Instr, form: isa.Form) -> None:
@@ -370,7 +374,7 @@ class _Lowering:
         for i, instr in enumerate(self.kernel.instructions):
             written = stores.get(i)
             if written is None and i in self.eager:
-                written = range(len(list(leaves(instr.operands[:1]))))
+                written = range(len(leaves(instr.operands[:1])))
             # A service may touch its registers later; tcgen05.st and eager tcgen05.ld are done with them at issue.
             later = written is None and not instr.opcode.startswith("tcgen05.st.")
             for k, leaf in enumerate(leaves(self.operands[i])):
@@ -442,7 +446,7 @@ class _Lowering:
             if own is not None:
                 services[i] = own, isa.Form(instr.opcode, instr.opcode)
                 continue
-            entry, form = isa.lookup(instr.opcode, self.place(instr))
+            entry, form = isa.find(instr.opcode) or isa.lookup(instr.opcode, self.place(instr))
             if entry.kind == "service":
                 services[i] = (entry.implementation, form)
                 continue
@@ -454,8 +458,8 @@ class _Lowering:
 
     def _own_service(self, instr: Instr) -> Callable[..., Any] | None:
         """Find services that the opcode alone does not determine: clocks and calls."""
-        symbols = [leaf.name for leaf in leaves(instr.operands) if isinstance(leaf, Symbol)]
         if instr.opcode.startswith("call"):
+            symbols = [leaf.name for leaf in leaves(instr.operands) if isinstance(leaf, Symbol)]
             called = [name for name in symbols if name not in self.variables]
             if len(called) != 1 or called[0] not in calls.BUILTINS:
                 names = ", ".join(called) or "a function whose address is in a register"
