@@ -63,19 +63,19 @@ def run(d: int, tokens: int, seed: int, fault: str = "none") -> Compared:
     return Compared(code, differ, len(gpu.hazards))
 
 
-def rows(compared: Compared) -> list[tuple[str, str, str]]:
-    """What differs and what does not: a row a fact, a column a language."""
+def rows(compared: Compared) -> list[tuple[str, int, int]]:
+    """List what differs and what does not: a row a fact, a column a language."""
     texts = [one.ptx for one in compared.code.values()]
-    facts = [("registers a thread", *(str(one.registers) for one in compared.code.values()))]
-    facts += [("instructions", *(str(sum(1 for _ in ptx.instructions(text))) for text in texts))]
+    facts = [("registers a thread", *(one.registers for one in compared.code.values()))]
+    facts += [("instructions", *(sum(1 for _ in ptx.instructions(text)) for text in texts))]
     counts = [Counter({row.family.name: row.count for row in ptx.instruction_table(text)}) for text in texts]
     for name in dict.fromkeys(name for one in counts for name in one):
-        facts.append((name, *(str(one[name]) for one in counts)))
+        facts.append((name, *(one[name] for one in counts)))
     widths = [ptx.global_widths(text) for text in texts]
     for size in sorted(widths[0] | widths[1]):
-        facts.append((f"global accesses of {size} bytes", *(str(one[size]) for one in widths)))
+        facts.append((f"global accesses of {size} bytes", *(one[size] for one in widths)))
     waits = [before_the_wait(text) for text in texts]
-    return [*facts, ("of these, ahead of griddepcontrol.wait", *map(str, waits))]
+    return [*facts, ("of these, ahead of griddepcontrol.wait", *waits)]
 
 
 def before_the_wait(text: str) -> int:
