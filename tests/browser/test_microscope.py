@@ -185,7 +185,7 @@ def test_warps_stand_where_the_trace_says(opened: Any, broken: Any) -> None:
 
 
 def settle(tab: Any) -> None:
-    """Wait until what was asked for is drawn."""
+    """Wait until the latest moment is drawn."""
     tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
