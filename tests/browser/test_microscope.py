@@ -185,7 +185,7 @@ def test_warps_stand_where_the_trace_says(opened: Any, broken: Any) -> None:
 
 
 def settle(tab: Any) -> None:
-    """Wait until what was asked for is drawn."""
+    """Wait until the latest moment is drawn."""
     tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -318,7 +318,13 @@ def test_two_reports_side_by_side(opened: Any, written: dict[str, Path], right: 
     scrub.evaluate("(e) => { e.value = 300; e.dispatchEvent(new Event('input')); }")
     a, b = opened.evaluate("microscope.views.map((view) => view.time)")
     assert 0 < b <= a and b == max(t for t, _ in opened.evaluate("microscope.views[1].moments") if t <= a)
+    opened.get_by_role("button", name="zoom in").first.click()
+    settle(opened)
+    windows = opened.evaluate("microscope.views.map((view) => view.timeline.view)")
+    assert windows[0] == windows[1] != opened.evaluate("microscope.views[0].timeline.life")
     opened.locator("#link").uncheck()
+    opened.get_by_role("button", name="whole").first.click()
+    assert opened.evaluate("microscope.views[1].timeline.view") == windows[1]
     scrub.evaluate("(e) => { e.value = 10; e.dispatchEvent(new Event('input')); }")
     assert opened.evaluate("microscope.views[1].time") == b
 

@@ -10,6 +10,9 @@ class View {
     this.root = document.getElementById("view").content.cloneNode(true).firstElementChild;
     this.root.querySelector("[data-name]").textContent = name;
     this.timeline = new Timeline(this.part("timeline"), (what) => this.picked(what));
+    this.timeline.placed = (from, span) => {
+      if (document.getElementById("link").checked) for (const other of views) if (other !== this && other.timeline.life) other.timeline.place(from, span, false);
+    };
     this.part("launch").addEventListener("change", (event) => this.open(Number(event.target.value)));
     this.part("cta").addEventListener("change", (event) => this.choose(Number(event.target.value)));
     this.part("scrub").addEventListener("input", (event) => this.go(Number(event.target.value)));

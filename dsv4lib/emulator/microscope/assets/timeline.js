@@ -129,17 +129,20 @@ class Timeline {
     this.place(from + by, to - from);
   }
 
-  place(from, span) {
+  /** Show a window of time; a linked timeline follows. */
+  place(from, wanted, follow = true) {
+    const span = Math.min(wanted, this.life[1] - this.life[0]);
     const start = Math.min(Math.max(from, this.life[0]), this.life[1] - span);
     this.view = [start, start + span];
     this.draw();
+    if (follow && this.placed) this.placed(start, span);
   }
 
   /** Put the cursor at a time, and bring it into view. */
   moveTo(time) {
     this.cursor = time;
     const [from, to] = this.view;
-    if (time < from || time > to) this.place(time - (to - from) / 2, to - from);
+    if (time < from || time > to) this.place(time - (to - from) / 2, to - from, false);
     else this.draw();
   }
 
