@@ -295,7 +295,8 @@ def sanitize(
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
     settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
-    _run_target("dsv4 sanitize", target, arguments, arch, settings, launch, save, form, output, report, describe, replay)
+    wish = (target, arguments, arch, settings, launch, save, form, output, report, describe, replay)
+    _run_target("dsv4 sanitize", *wish)
 
 
 def _run_target(

@@ -1,8 +1,8 @@
 """Run every question that no GPU of ours has answered on one that can, and read what comes back.
 
 `./dsv4 day-one` makes one archive on a machine with a GPU, `./dsv4 day-one --read ARCHIVE` compares it anywhere.
-An H200 has run the micro-kernels of SM90 and gave the emulator's bits; a B200 has not run it yet: its half is tested with
-a fake device and a fake driver.
+An H200 has run the micro-kernels of SM90 and gave the emulator's bits. No B200 has run its half yet, which is tested
+with a fake device and a fake driver.
 
     forms.py      the questions, data/emulator/unconfirmed.csv
     probe.py      a micro-kernel: raw PTX, inputs from a seed, bytes out

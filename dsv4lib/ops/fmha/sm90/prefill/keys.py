@@ -49,6 +49,15 @@ class Span(NamedTuple):
     tiles: Int32
 
 
+class Counts(NamedTuple):
+    """First row, where it is a range, and number of a token's entries and window rows; as they are in memory."""
+
+    first_entry: Int32
+    entries: Int32
+    first_window: Int32
+    window: Int32
+
+
 class PrefillKeys(Keys):
     """What the producer warps do."""
 
@@ -62,17 +71,17 @@ class PrefillKeys(Keys):
                 found[2 * i + 1] = keys.count[token]
                 if cutlass.const_expr(keys.first is not None):
                     found[2 * i] = keys.first[token]
-        return found[0], found[1], found[2], found[3]
+        return Counts(*found)
 
     @cute.jit
-    def span(self, counts: tuple, items: Items, token: Int32):
+    def span(self, counts: Counts, items: Items, token: Int32):
         """Return the `Span` of a token; past the last one of one without keys."""
         there = token < items.end
-        entries = cutlass.select_(there, there_are(counts[1]), Int32(0))
-        window = cutlass.select_(there, there_are(counts[3]), Int32(0))
+        entries = cutlass.select_(there, there_are(counts.entries), Int32(0))
+        window = cutlass.select_(there, there_are(counts.window), Int32(0))
         window_at, tiles = self.places(entries, window)
         tiles = self.even(tiles)
-        return Span(cutlass.min(token, items.end - 1), entries, window, counts[0], counts[2], window_at, tiles)
+        return Span(cutlass.min(token, items.end - 1), entries, window, counts.first_entry, counts.first_window, window_at, tiles)
 
     def even(self, tiles: Int32) -> Int32:
         """Round up to an even number of tiles, 2 or more."""
