@@ -81,7 +81,15 @@ class PrefillKeys(Keys):
         window = cutlass.select_(there, there_are(counts.window), Int32(0))
         window_at, tiles = self.places(entries, window)
         tiles = self.even(tiles)
-        return Span(cutlass.min(token, items.end - 1), entries, window, counts.first_entry, counts.first_window, window_at, tiles)
+        return Span(
+            cutlass.min(token, items.end - 1),
+            entries,
+            window,
+            counts.first_entry,
+            counts.first_window,
+            window_at,
+            tiles,
+        )
 
     def even(self, tiles: Int32) -> Int32:
         """Round up to an even number of tiles, 2 or more."""
