@@ -266,6 +266,7 @@ SHARED st.shared.b64 [slot], %rd1; TAKEN: bar.sync 0; ld.shared.b64 %rd1, [slot]
 st.global.u32 [%rd1], %r1; ld.global.u32 %r4, [%rd1];
 mul.wide.u32 %rd5, %r1, 4; add.s64 %rd6, %rd8, %rd5; st.global.u32 [%rd6], %r4;
 OWN { .param .b64 p; st.param.b64 [p], %rd1; call free, (p); }
+SHARED { .param .b64 n; .param .b64 back; st.param.b64 [n], %rd4; call (back), malloc, (n); }
 ret; }
 """
 

@@ -344,3 +344,25 @@ def test_a_module_moves_with_its_buffers():
             assert module.weight.is_cuda and module.counts.is_cuda
             assert (module.weight.dtype, module.counts.dtype) == (kept, torch.int64)
         assert module.to("cpu").weight.device.type == "cpu"
+
+
+def test_backward_passes_see_the_device():
+    """Torch leaves the mode while it calls ``backward``; a kernel is launched from there all the same."""
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append((dy.is_cuda, dy.device.type, torch.empty(2, device=dy.device).is_cuda))
+            return 2 * dy
+
+    with emulator.device("sm_90a"):
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        Double.apply(x).sum().backward()
+        (grad,) = torch.autograd.grad(Double.apply(x).sum(), x)
+        assert x.grad.tolist() == grad.tolist() == [2.0] * 3
+    assert seen == 2 * [(True, "cuda", True)]
