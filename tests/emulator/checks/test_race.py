@@ -272,7 +272,7 @@ def test_a_word_of_a_vector_that_nothing_uses_is_not_read(used):
     """Compilers widen loads; the last word of this one is another warp's counter."""
     body = START + "@%p2 st.shared.v4.b32 [%r2], {%r0, %r0, %r0, %r0}; bar.sync 0; @!%p1 bra OTHER;"
     body += "atom.shared.add.u32 %r20, [%r2+12], 1; bra END; OTHER: ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r2];"
-    body += f"add.u32 %r14, %r10, %r11;"
+    body += "add.u32 %r14, %r10, %r11;"
     body += f"add.u32 %r14, %r14, %r{13 if used else 12}; st.shared.b32 [%r1+4096], %r14; END:"
     for schedule, seed in SCHEDULES:
         settings = Settings(native_checks=CHECKS["race"], schedule=schedule, seed=seed)
