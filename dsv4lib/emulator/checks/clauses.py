@@ -6,12 +6,14 @@ if a kind answers no demand, or if a test that is named does not exist.
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4lib.emulator.checks.kinds import GROUPS, KINDS
 
 PAGE = Path(__file__).parents[3] / "data" / "emulator" / "checks.md"
+SUITE = PAGE.with_name("hazard_suite.csv")
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,32 @@ SILENT = (
     "overwrite their scale factors so, and Triton's documentation calls it valid. The tensor pipe is one agent of the "
     "race detector and completes in issue order "
     "(units/test_tcgen05_memory.py::test_mma_and_cp_keep_the_order_of_issue).",
+    "`.relaxed` on mbarrier.arrive and mbarrier.try_wait: they count as release and acquire.",
+    "Strong accesses to one word whose scopes do not include each other's thread (`.cta` from two CTAs): they order "
+    "nothing, which is held against the data they guard, but are no race by themselves; between devices they are.",
+    'Values that only a weak memory gives: the emulator is sequentially consistent (its README, "Weak memory").',
 )
+
+
+def _suite() -> list[str]:
+    """Count the kernels of the suite (tests/emulator/suite) by kind."""
+    with SUITE.open() as file:
+        rows = list(csv.DictReader(file))
+    facts = ("caught", "line right", "twin silent")
+    lines = [
+        "## The suite",
+        "",
+        f"{len(rows)} small faulty kernels, each with a twin that differs by the repair alone, under the schedules and",
+        "with the checks of `sanitize` ([every kernel](hazard_suite.csv), `python -m tests.emulator.suite.table`).",
+        "",
+        f"| kind | kernels | {' | '.join(facts)} |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for kind in sorted({row["kind"] for row in rows}):
+        mine = [row for row in rows if row["kind"] == kind]
+        counts = [sum(row[fact] == "yes" for row in mine) for fact in facts]
+        lines.append(f"| {kind} | {len(mine)} | {' | '.join(map(str, counts))} |")
+    return lines
 
 
 def page() -> str:
@@ -336,6 +363,7 @@ def page() -> str:
         kinds = [f"{kind} ({KINDS[kind].severity})" for kind in clause.kinds] + [f"[{name}]" for name in clause.stops]
         lines.append(f"| {clause.demand} | {', '.join(kinds) or 'counters'} | {'; '.join(clause.twins)} |")
     lines += ["", "## Not reported, and why", "", *(f"* {text}" for text in SILENT)]
+    lines += ["", *_suite()]
     lines += ["", "## Groups", "", "| `checks=` | confidence | kinds |", "| --- | --- | --- |"]
     for group, confidence in GROUPS.items():
         kinds = ", ".join(kind.name for kind in KINDS.values() if kind.check == group)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsv4lib.emulator.ptx import pending, wgmma_registers
 from dsv4lib.emulator.ptx.definitions import undefined_uses
-from dsv4lib.emulator.ptx.ir import Memory, Reg
+from dsv4lib.emulator.ptx.ir import Memory, Reg, Vector
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.program import Program
@@ -100,11 +100,11 @@ class _Flow:
         self._readers: dict[int, list[int]] = {}
         self._defs = defs
         for instr in program.kernel.instructions:
-            for register in uses[instr.index] | self._mentioned(instr) - defs[instr.index]:
+            for register in uses[instr.index] | self.mentioned(instr) - defs[instr.index]:
                 self._readers.setdefault(register, []).append(instr.index)
 
     @staticmethod
-    def _mentioned(instr: Instr) -> set[int]:
+    def mentioned(instr: Instr) -> set[int]:
         return {register for operand in instr.operands for register in pending.registers_of(operand)}
 
     def reaches(self, index: int, register: int) -> int:
@@ -175,6 +175,26 @@ class CodeChecks:
         self.machine = machine
         self.found = findings_of(machine.program, pedantic, code)
         self._said: set[int] = set()
+        self._read: set[int] | None = None  # registers that some instruction reads
+
+    def discarded(self, one: int, other: int, word: int) -> bool:
+        """Tell whether one of two accesses to a word is a part of a vector load that nothing reads.
+
+        Compilers widen loads over words that they do not need (``.pragma "used_bytes_mask"``).
+        """
+        return word >= 0 and any(self._unread(self.machine.program.instruction(pc), word) for pc in (one, other))
+
+    def _unread(self, instr: Instr, word: int) -> bool:
+        if not instr.opcode.startswith("ld.") or not isinstance(instr.operands[0], Vector):
+            return False
+        if self._read is None:
+            uses, defs = directions(self.machine.program)
+            mentioned = (_Flow.mentioned(i) - defs[i.index] for i in self.machine.program.kernel.instructions)
+            self._read = set().union(*uses, *mentioned)
+        items = instr.operands[0].items
+        width = int(instr.opcode[-2:]) // 32  # vectors are aligned to their size
+        item = items[word % (len(items) * width) // width] if width else None
+        return isinstance(item, Reg) and item.index not in self._read
 
     def begin(self) -> None:
         """Begin a launch: report registers that nothing sets."""

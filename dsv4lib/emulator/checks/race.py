@@ -569,8 +569,9 @@ class Detector(Order):
         lane: int | None = None,
         same: bool = False,
     ) -> None:
-        state = cta.cluster.race
-        clocks, table = state.clocks, state.accesses
+        clocks, table = cta.cluster.race.clocks, cta.cluster.race.accesses
+        if self._code.discarded(pc, int(table.pc[conflict.earlier]), cells.word(conflict.position)):
+            return
         other, epoch = int(table.entry[conflict.earlier]), int(table.epoch[conflict.earlier])
         # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
         mine = op is not None and warp is clocks.owners[other]

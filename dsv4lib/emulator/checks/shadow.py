@@ -126,6 +126,10 @@ class Cells:
         """Say where the cell at a flat position lies, for reports."""
         return ""
 
+    def word(self, position: int) -> int:
+        """Get the number of the cell at a flat position in shared memory, -1 if it is not a word by itself."""
+        return -1
+
 
 class Block(Cells):
     """Columns of some lanes of tensor memory, column by column."""
@@ -172,11 +176,13 @@ class Words(Cells):
         self.index = index = np.ascontiguousarray(index, np.int64)
         return scratch.set(address_of(index), index.size, 0, 1, 1).address
 
+    def word(self, position: int) -> int:
+        """Get the number of the cell."""
+        return self.index.start + position if isinstance(self.index, slice) else int(self.index.reshape(-1)[position])
+
     def first(self, position: int) -> str:
         """Say the byte address."""
-        if isinstance(self.index, slice):
-            return f"{4 * (self.index.start + position):#x}"
-        return f"{4 * int(self.index.reshape(-1)[position]):#x}"
+        return f"{4 * self.word(position):#x}"
 
 
 class Chunks(Cells):

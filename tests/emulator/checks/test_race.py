@@ -267,6 +267,19 @@ def test_atomics_and_flags_synchronise():
     assert {h.kind for h in result.hazards} == {"race_shared"}
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_word_of_a_vector_that_nothing_uses_is_not_read(used):
+    """Compilers widen loads; the last word of this one is another warp's counter."""
+    body = START + "@%p2 st.shared.v4.b32 [%r2], {%r0, %r0, %r0, %r0}; bar.sync 0; @!%p1 bra OTHER;"
+    body += "atom.shared.add.u32 %r20, [%r2+12], 1; bra END; OTHER: ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r2];"
+    body += "add.u32 %r14, %r10, %r11;"
+    body += f"add.u32 %r14, %r14, %r{13 if used else 12}; st.shared.b32 [%r1+4096], %r14; END:"
+    for schedule, seed in SCHEDULES:
+        settings = Settings(native_checks=CHECKS["race"], schedule=schedule, seed=seed)
+        found = launch(entry("u64 data", body, shared=SMEM), aligned(4, np.uint32), block=64, settings=settings).hazards
+        assert {h.kind for h in found} == ({"race_shared"} if used else set()), schedule
+
+
 def test_off_by_default():
     twin = TWINS["read before it is written"]
     body = START + twin.body.replace("##", "")
