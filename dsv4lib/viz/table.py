@@ -9,7 +9,7 @@ from typing import Any
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz.style import GRID, INK, MUTED
 
-LINE, WRAPPED = 40, 17  # characters that stay on one line; width of what is wrapped, so that no page squeezes it
+LINE, WRAPPED = 36, 14  # characters that stay on one line; width of what is wrapped, so that no page squeezes it
 _CELL = f"padding:3px 14px 3px 0;border-bottom:1px solid {GRID};vertical-align:top;color:{INK}"
 
 

@@ -69,6 +69,13 @@ def test_a_fault_is_injected_where_it_belongs():
         assert all(run_case.kernel_of(name, kind) is Compressor for kind in (CSA, HCA, INDEXER) if kind != about)
 
 
+def test_a_race_between_warps_is_reported():
+    """Also where the numbers come out right; the right kernel has none."""
+    tokens = run_case.draw(HCA, 130, 1)
+    assert run_case.run(tokens, "fp32", kernel=FAULTS["WarpsNotAwaited"]).hazards
+    assert not run_case.run(tokens, "fp32").hazards
+
+
 def test_adjacent_bytes_are_no_entry(csa):
     rows = run_case.truth(csa)[0].float()
     pages, indices = run_case.encoded(csa, "kv", rows), torch.tensor([3, -1, 1], dtype=torch.int32)

@@ -119,11 +119,16 @@ def missed(rows: Sequence[Result]) -> None:
     """Show the rows that miss their goal: by how much, what bounds them, what was tried."""
     notes = ops_table.notes()
     lines = [
-        (r.op, r.shape, f"{r.ours_us:.1f}" if r.ours_us else "", r.promise, f"{r.ratio:.2f}" if r.ratio else "", *note)
+        (
+            f"{r.op}, {r.shape}",
+            f"{r.ours_us:.1f}" if r.ours_us else "",
+            f"{r.ratio:.2f}, {r.promise}" if r.ratio else r.promise,
+            *note,
+        )
         for r in rows
         if r.verdict == "missed" and (note := notes.get((r.op, r.shape), ops_table.UNKNOWN))
     ]
-    show_table(("op", "shape", "ours us", "goal", "reached", "limit", "tried"), lines)
+    show_table(("row", "ours us", "ratio, goal", "limit", "tried"), lines)
 
 
 def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
