@@ -104,10 +104,12 @@ class Order:
         Marks carry no epoch. A warp's marks are cleared if the fence comes after anything the warp has left at a
         barrier since they were cleared last; marks it has made after that are cleared with them.
         """
+        chunks = cta.smem.marked()
+        if not len(chunks):
+            return
         state = self._state(warp)
         clocks, dirty = state.clocks, cta.smem.dirty
         clock = clocks.of(warp)[CARRIED]
-        chunks = cta.smem.marked()
         marks = dirty[chunks] & MARK
         for mark in sorted(set(marks.tolist())):
             writer = cta.warps[mark - 1]

@@ -22,6 +22,9 @@ def aligned_zeros(nbytes: int, alignment: int = ALIGNMENT) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
+_FOUR = np.arange(4)
+
+
 class Smem:
     """Shared memory of one CTA, addressed by the offset part of shared addresses.
 
@@ -47,8 +50,10 @@ class Smem:
 
     def marked(self) -> np.ndarray:
         """List the 16-byte chunks with an entry in `dirty`, ascending."""
-        fours = np.flatnonzero(self._dirty_fours != 0)  # nonzero is quickest on bool
-        chunks = (4 * fours[:, None] + np.arange(4)).ravel()
+        fours = (self._dirty_fours != 0).nonzero()[0]  # nonzero is quickest on bool
+        if not len(fours):
+            return fours
+        chunks = (4 * fours[:, None] + _FOUR).ravel()
         return chunks[self._dirty_fours.view(np.uint16)[chunks] != 0]
 
 

@@ -327,29 +327,31 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
     ``mbarrier.arrive{_drop} state, [addr]{, count}`` and ``.expect_tx state, [addr], txCount``.
     """
     target, memory, *rest = instr.operands
-    where = warp.place
-    states = np.zeros(LANES, np.uint64)
+    where, wanted = warp.place, not isinstance(target, Sink)
+    states = np.zeros(LANES, np.uint64) if wanted else None
     for members, (address, amount) in _groups(warp, memory, rest[0] if rest else None, 4, form):
         barrier = find(warp.cta.cluster, address, where)
-        if barrier.cta is not warp.cta and not isinstance(target, Sink):
+        if barrier.cta is not warp.cta and wanted:
             raise HazardError("an arrive on another CTA's barrier returns no state: the destination must be _", where())
         expected = amount if form.has("expect") else 0
         count = 1 if form.has("expect") else amount
         _check_count(count, where)
         arrivals = len(members) * count
         if arrivals <= barrier.pending and not expected and not form.has("nocomplete"):  # one phase for all: no loop
-            state = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending)
-            if len(members) == LANES:
-                states = state - _before(count, LANES)
-            else:
-                states[members] = state - _before(count, len(members))
+            if wanted:
+                states[members] = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending) - _before(
+                    count, len(members)
+                )
             barrier.arrive(arrivals, where, drop=form.get("op") == "arrive_drop")
             continue
         for lane in members:
             if form.has("nocomplete") and count >= barrier.pending and barrier.tx == 0:
                 barrier.report("mbarrier_no_complete", f"arrive.noComplete of {count} completes the phase", where)
-            states[lane] = barrier.arrive(count, where, expected, drop=form.get("op") == "arrive_drop")
-    warp.write(target, states)
+            state = barrier.arrive(count, where, expected, drop=form.get("op") == "arrive_drop")
+            if wanted:
+                states[lane] = state
+    if wanted:
+        warp.write(target, states)
 
 
 @isa.service("mbarrier.pending_count[.layout::v0].b64")
