@@ -22,7 +22,7 @@ from dsv4lib.emulator.errors import (
     Place,
 )
 from dsv4lib.emulator.gpu.names import shortened
-from dsv4lib.emulator.sanitize.spelling import language_of, spelt
+from dsv4lib.emulator.sanitize.fixes import language_of, named
 
 # What stops a launch: name, meaning, what usually repairs it.
 _STOPS: tuple[tuple[type[EmulatorError], str, str, str], ...] = (
@@ -112,7 +112,7 @@ def group(hazards: Iterable[Hazard], stopped: EmulatorError | None = None) -> li
             hazard.kind,
             hazard.severity,
             kind.meaning if kind else "",
-            spelt(hazard.fix, hazard.kind, language_of(place.file, _lines(place.file)) if place else ""),
+            named(hazard.fix, hazard.kind, language_of(place.file, _lines(place.file)) if place else ""),
             kernel,
             clean(shortened(kernel)),
             clean(hazard.message),
