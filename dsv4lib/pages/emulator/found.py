@@ -49,6 +49,6 @@ def rows(repair: bool = True) -> list[tuple[str, ...]]:
         if row.reproduction and row.consequence.startswith(SEEN):
             one = known[row.reproduction]
             results = (str(reproduce(one, repaired)) for repaired in (False, repair))
-            where = row.place.partition(", ")[0]
-            out.append((row.package, where, row.consequence, one.name, *results))
+            where = row.place.partition(", ")[0].rpartition("/")[2]
+            out.append((row.package, where, row.consequence.partition(":")[0], one.name, *results))
     return out
