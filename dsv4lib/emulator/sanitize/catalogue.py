@@ -99,7 +99,7 @@ class Reproduction:
 
     @property
     def command(self) -> str:
-        """Spell the command that shows it, with what it changes if anything."""
+        """Write the command that shows it, with what it changes if anything."""
         schedule, seed = (self.changed_by, self.changed_seed) if self.changes else (self.schedule, self.seed)
         options = "" if schedule == "round_robin" else f" --schedule {schedule}"
         options += f" --seed {seed}" if seed else ""

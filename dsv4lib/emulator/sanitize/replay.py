@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def options(self) -> str:
-        """Spell the options that run it again."""
+        """Write the options that run it again."""
         return f"--schedule {self.schedule}" + (f" --seed {self.seed}" if self.schedule in SEEDS else "")
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dsv4lib.emulator.sanitize import catalogue, command, description, launching
 from dsv4lib.emulator.sanitize.catalogue import Reproduction
 from dsv4lib.emulator.sanitize.findings import group
 
-HEADER = ("package", "where", "kind", "seen in its kernel", "reproduction", "result", "repaired")
+HEADER = ("package", "where", "seen in its kernel", "reproduction", "result", "repaired")
 SEEN = ("wrong numbers", "hang", "stops")
 
 
@@ -49,6 +49,6 @@ def rows(repair: bool = True) -> list[tuple[str, ...]]:
         if row.reproduction and row.consequence.startswith(SEEN):
             one = known[row.reproduction]
             results = (str(reproduce(one, repaired)) for repaired in (False, repair))
-            where = row.place.partition(", ")[0]
-            out.append((f"{row.package} {row.version}", where, row.kind, row.consequence, one.name, *results))
+            where = row.place.partition(", ")[0].rpartition("/")[2]
+            out.append((row.package, where, row.consequence.partition(":")[0], one.name, *results))
     return out

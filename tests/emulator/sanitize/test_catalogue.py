@@ -142,10 +142,10 @@ def test_what_changes_results_in_a_package_says_under_which_schedule():
             assert not row.reproduction or KNOWN[row.reproduction].changes, row
 
 
-def test_a_schedule_that_is_spelt_can_be_given():
-    spelt = [(row, one) for row in ROWS for one in re.findall(r"`(hold:[^`]+)`", row.schedule)]
-    assert len(spelt) >= 5
-    for row, one in spelt:
+def test_an_option_of_the_table_can_be_given():
+    given = [(row, one) for row in ROWS for one in re.findall(r"`(hold:[^`]+)`", row.schedule)]
+    assert len(given) >= 5
+    for row, one in given:
         assert all(hold.file.endswith(".py") for hold in directed.parse(one)), row
         section = PAGE.partition(f"\n## {row.section}\n")[2].partition("\n## ")[0]
         assert one.split(",")[0].removesuffix("@0").removeprefix("hold:").rpartition(":")[2].split("@")[0] in section

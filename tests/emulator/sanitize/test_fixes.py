@@ -13,7 +13,7 @@ from dsv4lib.emulator.checks import KINDS, Hazard
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.sanitize import nvrtc
 from dsv4lib.emulator.sanitize.findings import group
-from dsv4lib.emulator.sanitize.spelling import LANGUAGES, SPELLINGS, UNSPELT, Spelling, language_of
+from dsv4lib.emulator.sanitize.fixes import FIXES, LANGUAGES, UNNAMED, Names, language_of
 from dsv4lib.errors import BackendUnavailable
 
 SOURCES = {
@@ -37,18 +37,18 @@ def fix_of(kind, folder, language):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_report_spells_the_fix_in_the_language_of_its_source(tmp_path, kind, language):
+def test_a_report_names_the_fix_in_the_language_of_its_source(tmp_path, kind, language):
     plain, fix = KINDS[kind].fix, fix_of(kind, tmp_path, language)
-    name = getattr(SPELLINGS.get(kind, Spelling()), language)
+    name = getattr(FIXES.get(kind, Names()), language)
     assert fix == (f"{plain} (here: {name})" if name else plain)
     assert fix_of(kind, tmp_path, "") == plain
 
 
-def test_every_kind_is_spelt_or_has_no_name_on_purpose():
-    assert set(SPELLINGS) | UNSPELT == set(KINDS) and not set(SPELLINGS) & UNSPELT
-    assert tuple(sorted(field.name for field in fields(Spelling))) == LANGUAGES
-    for kind, spelling in SPELLINGS.items():
-        assert any(getattr(spelling, language) for language in LANGUAGES), kind
+def test_every_kind_is_named_or_has_no_name_on_purpose():
+    assert set(FIXES) | UNNAMED == set(KINDS) and not set(FIXES) & UNNAMED
+    assert tuple(sorted(field.name for field in fields(Names))) == LANGUAGES
+    for kind, names in FIXES.items():
+        assert any(getattr(names, language) for language in LANGUAGES), kind
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -64,14 +64,14 @@ def test_other_files_have_no_language():
     assert language_of("k.py", ["    from triton import language as tl"]) == "triton"
 
 
-def spelt_in(language):
-    return {kind: getattr(one, language) for kind, one in SPELLINGS.items() if getattr(one, language)}
+def named_in(language):
+    return {kind: getattr(one, language) for kind, one in FIXES.items() if getattr(one, language)}
 
 
 def test_names_of_the_cute_dsl_exist():
     cute, pipeline = pytest.importorskip("cutlass.cute"), pytest.importorskip("cutlass.pipeline")
     checked = 0
-    for kind, text in spelt_in("cute").items():
+    for kind, text in named_in("cute").items():
         for name in re.findall(r"\bcute\.([a-zA-Z_][\w.]*\w)", text):
             operator.attrgetter(name)(cute)
             checked += 1
@@ -86,7 +86,7 @@ def test_names_of_triton_and_gluon_exist():
     gl = importlib.import_module("triton.experimental.gluon.language")
     importlib.import_module("triton.language.extra.cuda")
     parts = [importlib.import_module(f"{gl.__name__}.nvidia.{name}") for name in ("ampere", "hopper", "blackwell")]
-    for text in (*spelt_in("triton").values(), *spelt_in("gluon").values()):
+    for text in (*named_in("triton").values(), *named_in("gluon").values()):
         for name in re.findall(r"\btl\.([\w.]*\w)", text):
             operator.attrgetter(name)(tl)
         for name in re.findall(r"\bgl\.([\w.]*\w)", text):
@@ -118,6 +118,6 @@ def test_names_of_libcu_exist():
 
 
 def check_libcu(text):
-    names = {name for one in spelt_in("cuda").values() for name in re.findall(r"\bcuda::ptx::([a-z]\w+)", one)}
+    names = {name for one in named_in("cuda").values() for name in re.findall(r"\bcuda::ptx::([a-z]\w+)", one)}
     names -= {"space_shared", "space_global", "n32_t"}
     assert len(names) >= 15 and [name for name in sorted(names) if not re.search(rf"\b{name}\(", text)] == []
