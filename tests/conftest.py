@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """Set aside what collecting has made: it stays to the end, and a look at it takes half a second.
 
-    What a test or a module leaves behind is younger, and found as before.
+    What a test or a module fails to give back is younger, and found as before.
     """
     gc.collect()
     gc.freeze()
