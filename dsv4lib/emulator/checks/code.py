@@ -209,8 +209,10 @@ class CodeChecks:
             self._read = set().union(*uses, *mentioned)
         items = instr.operands[0].items
         width = int(instr.opcode[-2:]) // 32  # vectors are aligned to their size
-        item = items[word % (len(items) * width) // width] if width else None
-        return isinstance(item, Reg) and item.index not in self._read
+        if not width:
+            return False
+        read = [not isinstance(item, Reg) or item.index in self._read for item in items]
+        return any(read) and not read[word % (len(items) * width) // width]
 
     def begin(self) -> None:
         """Begin a launch: report registers that nothing sets."""
