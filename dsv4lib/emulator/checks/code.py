@@ -83,7 +83,7 @@ def _analyse(program: Program, pedantic: bool, code: bool) -> CodeFindings:
         text = f"{name(use.register)} is used while the tcgen05.ld that fills it may be pending"
         out.by_instruction.setdefault(use.load, []).append(Finding("tcgen05_ld_used_early", text, use.use, use.load))
     uses, defs = directions(program)
-    flow = _Flow(program, uses, defs)
+    flow = Flow(program, uses, defs)
     for index, register in undefined_uses(kernel, uses, defs):
         sink = flow.reaches(index, register)
         if sink >= 0:
@@ -92,7 +92,7 @@ def _analyse(program: Program, pedantic: bool, code: bool) -> CodeFindings:
     return out
 
 
-class _Flow:
+class Flow:
     """Where values go: from register to register, in any order of the code."""
 
     def __init__(self, program: Program, uses: list[set[int]], defs: list[set[int]]):
@@ -105,6 +105,7 @@ class _Flow:
 
     @staticmethod
     def mentioned(instr: Instr) -> set[int]:
+        """List the registers of the operands of an instruction."""
         return {register for operand in instr.operands for register in pending.registers_of(operand)}
 
     def reaches(self, index: int, register: int) -> int:
@@ -122,6 +123,21 @@ class _Flow:
                     return reader
                 work += self._defs[reader]
         return -1
+
+    def sinks(self, index: int) -> tuple[set[int], set[int]]:
+        """Find what depends on the value that an instruction makes: instructions that matter, and those between."""
+        matter: set[int] = set()
+        passed: set[int] = set()
+        seen, work = set(), list(self._defs[index])
+        while work:
+            one = work.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            for reader in self._readers.get(one, ()):
+                (matter if self._matters(reader, one) else passed).add(reader)
+                work += self._defs[reader] if reader in passed else ()
+        return matter, passed
 
     def _matters(self, index: int, register: int) -> bool:
         """Does a store, a branch, an address or an instruction of a unit depend on a register?"""
@@ -189,12 +205,14 @@ class CodeChecks:
             return False
         if self._read is None:
             uses, defs = directions(self.machine.program)
-            mentioned = (_Flow.mentioned(i) - defs[i.index] for i in self.machine.program.kernel.instructions)
+            mentioned = (Flow.mentioned(i) - defs[i.index] for i in self.machine.program.kernel.instructions)
             self._read = set().union(*uses, *mentioned)
         items = instr.operands[0].items
         width = int(instr.opcode[-2:]) // 32  # vectors are aligned to their size
-        item = items[word % (len(items) * width) // width] if width else None
-        return isinstance(item, Reg) and item.index not in self._read
+        if not width:
+            return False
+        read = [not isinstance(item, Reg) or item.index in self._read for item in items]
+        return any(read) and not read[word % (len(items) * width) // width]
 
     def begin(self) -> None:
         """Begin a launch: report registers that nothing sets."""

@@ -410,9 +410,9 @@ class Detector(Order):
 
     def drain(self, warp: Warp) -> None:
         """Judge what the warp's native code has logged since the last call."""
-        n, self.pending[0] = self.pending[0], 0
-        state = self._state(warp)
+        (n, self.pending[0]), state = (self.pending[0], 0), self._state(warp)
         self._dependence.logged(state.clocks, warp, self._log[:n])
+        self.machine.taint.logged(warp, self._log[:n])
         if self._lanes is not None:
             self._lanes.logged(warp, state.clocks, self._log[:n])
         known = self._known(state, warp, n, False)

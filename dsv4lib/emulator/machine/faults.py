@@ -6,7 +6,8 @@ from dsv4lib.emulator.errors import EmulatorError, MemoryFault
 from dsv4lib.emulator.machine.warp import PC, Warp
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.ptx.ir import Instr
+from dsv4lib.emulator.ptx.ir import Instr, Memory
+from dsv4lib.emulator.ptx.pending import registers_of
 
 
 def raise_fault(warp: Warp) -> None:
@@ -27,7 +28,7 @@ def raise_fault(warp: Warp) -> None:
     place = warp.place(instr)
     if code == abi.FAULT_PAST_END:
         message = f"lane {lane}: {warp.cta.machine.gmem.explain(address, nbytes)}"
-        warp.cta.machine.report("global_read_past_end", message, place, address=address, nbytes=nbytes, lane=lane)
+        _in_vain(warp, "global_read_past_end", message, instr, address=address, nbytes=nbytes, lane=lane)
         warp.words[PC] += 1
         return
     if code == abi.FAULT_DIVERGED:
@@ -41,10 +42,37 @@ def raise_fault(warp: Warp) -> None:
         return
     if code == abi.FAULT_UNINIT:
         message = f"lane {lane} reads {_shared(address)}, {nbytes} bytes not all of which have been written"
-        warp.cta.machine.report("uninitialised_smem", message, place, address=address, nbytes=nbytes, lane=lane)
+        _in_vain(warp, "uninitialised_smem", message, instr, address=address, nbytes=nbytes, lane=lane)
         warp.words[PC] += 1
         return
     raise MemoryFault(_explain(warp, code, lane, nbytes, address), place)
+
+
+def _in_vain(warp: Warp, kind: str, message: str, instr: Instr, **facts: int) -> None:
+    """Report a read that only matters if its value does."""
+    lanes = _reading(warp, instr, facts["nbytes"])
+    warp.cta.machine.taint.read(kind, message, warp.place(instr), warp, instr.index, lanes, **facts)
+
+
+def _reading(warp: Warp, instr: Instr, nbytes: int) -> int:
+    """Find the lanes that have read what is not there; all, if the load has overwritten its address."""
+    memory = next((operand for operand in instr.operands if isinstance(operand, Memory)), None)
+    own = set(registers_of(instr.operands[0]))
+    if memory is None or own & set(registers_of(memory)) or not instr.opcode.startswith("ld"):
+        return warp.mask()
+    machine, addresses = warp.cta.machine, warp.address(memory)
+    inside = ".shared" in instr.opcode
+    lanes = 0
+    for lane in warp.lanes().tolist():
+        at = int(addresses[lane])
+        if inside or at >> 56:
+            at &= 0xFFFFFFFF
+            init = warp.cta.cluster.ctas[at >> RANK_SHIFT].smem.init[at & OFFSET_MASK :][:nbytes]
+            missing = not init.all()
+        else:
+            missing = machine.gmem.find(at, nbytes) is None
+        lanes |= missing << lane
+    return lanes or warp.mask()
 
 
 def report_diverged(warp: Warp, instr: Instr, missing: int) -> None:

@@ -19,6 +19,7 @@ from dsv4lib.emulator.checks.launches import Known, Launches
 from dsv4lib.emulator.checks.order import Order
 from dsv4lib.emulator.checks.race import Detector
 from dsv4lib.emulator.checks.report import Hazard
+from dsv4lib.emulator.checks.taint import Taint
 from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Place
 from dsv4lib.emulator.isa import calls
 from dsv4lib.emulator.machine import request as limits
@@ -58,6 +59,7 @@ class Machine:
         before: global memory of the launches that a programmatic dependent launch may overlap, the latest first.
         launches: what the race detectors of launches that run at the same time share; None: nothing runs beside it.
         known: what it knows of them when it begins.
+        taint: reads in vain.
         race: the order between warps, and with CHECK_RACE the race detector; None = off.
         device: number of the device where there are several, else None.
         scheduler: from `begin` on.
@@ -107,6 +109,7 @@ class Machine:
         self.launches, self.known = launches, known
         self.before = before if request.attributes.get("programmatic") else ()
         self.race = Detector(self) if checks & CHECK_RACE else Order(self) if checks & CHECK_PROXY else None
+        self.taint = Taint(self, isinstance(self.race, Detector))
         self.queue = self._clusters_to_run()
         self.scheduler: Any = None
         self._began = 0.0
@@ -194,6 +197,7 @@ class Machine:
     def end(self) -> LaunchResult:
         """Complete what is in flight after the last cluster has exited. What came of the launch."""
         self.scheduler.finish()
+        self.taint.end()
         return LaunchResult(
             instructions=self.time,
             seconds=time.perf_counter() - self._began,

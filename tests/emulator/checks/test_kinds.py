@@ -59,7 +59,9 @@ class Pair:
 
 PAIRS = {
     "uninitialised_smem": Pair(
-        "ld.shared.b32 %r5, [%r1];", "st.shared.b32 [%r1], 1; ld.shared.b32 %r5, [%r1];", "ld.sh"
+        "ld.shared.b32 %r5, [%r1]; st.shared.b32 [%r1+4096], %r5;",
+        "st.shared.b32 [%r1], 1; ld.shared.b32 %r5, [%r1]; st.shared.b32 [%r1+4096], %r5;",
+        "ld.sh",
     ),
     "uninitialised_tmem": Pair(ALLOC + LD.format("") + WLD + FREE, ALLOC + USE + FREE, "tcgen05.ld"),
     "tmem_outside_allocation": Pair(
