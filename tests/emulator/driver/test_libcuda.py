@@ -392,7 +392,8 @@ def test_a_script_of_numba(tmp_path, capfd, body, code, said):
 
 
 def test_numbas_built_in_target_is_refused(tmp_path, monkeypatch):
-    """Modules of its names, in a folder of its name and in one of numba-cuda's."""
+    """Modules of its names, in a folder of its name and in one of numba-cuda's, which must not redirect them here."""
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "numba" not in type(f).__module__])
     for package in ("numba", "numba_cuda"):
         for name in ("numba.cuda.cudadrv.driver", "numba.cuda.cudadrv", "numba.cuda", "numba"):
             monkeypatch.delitem(sys.modules, name, raising=False)
