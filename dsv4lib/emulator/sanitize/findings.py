@@ -113,7 +113,7 @@ def group(hazards: Iterable[Hazard], stopped: EmulatorError | None = None) -> li
             hazard.kind,
             hazard.severity,
             kind.meaning if kind else "",
-            spelt(hazard.fix, hazard.kind, language_of(place.file, source_lines(place.file)) if place else ""),
+            named(hazard.fix, hazard.kind, language_of(place.file, source_lines(place.file)) if place else ""),
             kernel,
             clean(shortened(kernel)),
             clean(hazard.message),
