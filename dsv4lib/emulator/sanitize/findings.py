@@ -23,7 +23,7 @@ from dsv4lib.emulator.errors import (
     Place,
 )
 from dsv4lib.emulator.gpu.names import shortened
-from dsv4lib.emulator.sanitize.spelling import language_of, spelt
+from dsv4lib.emulator.sanitize.fixes import language_of, named
 
 # What stops a launch: name, meaning, what usually repairs it.
 _STOPS: tuple[tuple[type[EmulatorError], str, str, str], ...] = (
