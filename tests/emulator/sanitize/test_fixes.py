@@ -9,9 +9,9 @@ from dataclasses import fields
 
 import pytest
 
+from dsv4lib import nvrtc
 from dsv4lib.emulator.checks import KINDS, Hazard
 from dsv4lib.emulator.errors import Place
-from dsv4lib.emulator.sanitize import nvrtc
 from dsv4lib.emulator.sanitize.findings import group
 from dsv4lib.emulator.sanitize.fixes import FIXES, LANGUAGES, UNNAMED, Names, language_of
 from dsv4lib.errors import BackendUnavailable
