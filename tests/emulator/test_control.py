@@ -293,7 +293,8 @@ def test_infinite_loop_hits_the_instruction_limit():
         run("L: add.s32 %r9, %r9, 1; bra L;", settings=Settings(instruction_limit=10_000))
     assert "PTX line" in str(error.value)
     with pytest.raises(LimitExceeded, match="time limit of 0.2 s"):
-        run("L: add.s32 %r9, %r9, 1; bra L;", settings=Settings(time_limit=0.2))
+        loop = "L: add.s32 %r9, %r9, 1; setp.ne.s32 %p1, %r9, -1; @%p1 bra L;"  # decided by a count: no deadlock
+        run("mov.u32 %r9, 0;" + loop, settings=Settings(time_limit=0.2))
 
 
 def test_special_registers():

@@ -84,7 +84,10 @@ CLAUSES = (
     Clause(
         "out-of-bounds or misaligned global, shared or tensor-map access",
         ("global_read_past_end", "global_read_past_end_unused", "tma_store_padding"),
-        (_VAIN, "checks/test_kinds.py::test_impossible_accesses_stop_with_their_place",),
+        (
+            _VAIN,
+            "checks/test_kinds.py::test_impossible_accesses_stop_with_their_place",
+        ),
         ("MemoryFault", "HazardError"),
     ),
     Clause(

@@ -225,7 +225,7 @@ def test_loads_past_the_end_do_no_harm():
     machine = prepare(text, data, block=64, settings=Settings(native_checks=CHECKS["race"]))
     gmem = machine.gmem = GlobalMemory()
     gmem.register(data.ctypes.data, 4088, "data", owner=data, padded=True)
-    assert {h.kind for h in machine.run().hazards} == {"global_read_past_end"}
+    assert {h.kind for h in machine.run().hazards} == {"global_read_past_end_unused"}
 
 
 def test_the_lane_is_the_one_whose_access_conflicts():

@@ -10,7 +10,7 @@ from tests.emulator.suite.harness import Case, caught, in_place, run
 from tests.emulator.suite.test_suite import CASES
 
 PATH = Path(__file__).parents[3] / "data" / "emulator" / "hazard_suite.csv"
-COLUMNS = ("kind", "table", "spelling", "architecture", "caught", "line right", "twin silent")
+COLUMNS = ("kind", "table", "variant", "architecture", "caught", "line right", "twin silent")
 
 
 def row(name: str, case: Case) -> tuple[str, ...]:
@@ -22,8 +22,8 @@ def row(name: str, case: Case) -> tuple[str, ...]:
         all(in_place(case, outcome) for outcome in runs),
         all(outcome.error is None and not outcome.hazards for outcome in twins),
     )
-    table, _, spelling = name.partition(": ")
-    return case.kind.replace("|", " or "), table, spelling, case.arch, *("yes" if fact else "no" for fact in facts)
+    table, _, variant = name.partition(": ")
+    return case.kind.replace("|", " or "), table, variant, case.arch, *("yes" if fact else "no" for fact in facts)
 
 
 def main() -> None:

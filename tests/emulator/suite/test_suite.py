@@ -49,7 +49,7 @@ def test_the_table_of_results_is_of_these_kernels():
     with PATH.open() as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS
-    assert {f"{row['table']}: {row['spelling']}": row["kind"] for row in rows} == {
+    assert {f"{row['table']}: {row['variant']}": row["kind"] for row in rows} == {
         name: case.kind.replace("|", " or ") for name, case in CASES.items()
     }
     for fact in ("caught", "line right", "twin silent"):
