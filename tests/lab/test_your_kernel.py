@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4lib.emulator.sanitize import nvrtc
+from dsv4lib import nvrtc
 from dsv4lib.errors import BackendUnavailable
 from dsv4lib.pages.emulator.microscope import document, hazard_chart
 from dsv4lib.pages.your_kernel import run_case

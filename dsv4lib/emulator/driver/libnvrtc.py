@@ -27,7 +27,7 @@ def load(folder: str) -> None:
     """
     if _KEPT:
         return
-    from dsv4lib.emulator.sanitize import nvrtc
+    from dsv4lib import nvrtc
 
     try:
         path = nvrtc.path()

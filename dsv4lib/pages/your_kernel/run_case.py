@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib import emulator
+from dsv4lib import emulator, nvrtc
 from dsv4lib.emulator.checks import Hazard, errors
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.microscope.columns import decode
 from dsv4lib.emulator.microscope.stream import stream
-from dsv4lib.emulator.sanitize import nvrtc
 from dsv4lib.emulator.sanitize.findings import Finding, group
 from dsv4lib.emulator.trace.trace import Trace
 from dsv4lib.errors import BackendUnavailable

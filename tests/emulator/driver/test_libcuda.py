@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("cutlass.cute")
 
-from dsv4lib import emulator
+from dsv4lib import emulator, nvrtc
 from dsv4lib.emulator.driver import cubin, libcuda, libcuda_calls, libcuda_modules, script_packages, shared_object  # noqa: F401
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError, MemoryFault
-from dsv4lib.emulator.sanitize import command, nvrtc
+from dsv4lib.emulator.sanitize import command
 from dsv4lib.emulator.sanitize.command import Wish
 from dsv4lib.errors import BackendUnavailable
 from tests.emulator.driver.test_driver_api import COUNT, NAME, SHIFT

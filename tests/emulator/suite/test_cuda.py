@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dsv4lib import nvrtc
 from dsv4lib.emulator import gpu
 from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.emulator.machine.policies import POLICIES
-from dsv4lib.emulator.sanitize import nvrtc
 from dsv4lib.errors import BackendUnavailable
 from tests.cases import cases
 
