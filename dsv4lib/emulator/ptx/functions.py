@@ -4,8 +4,8 @@ PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.pa
 In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a
 branch to after the call. A call of an address becomes a chain: of every function whose address the file takes and whose
 parameters are like those that are passed, a comparison and its body. Parameters in registers (PTX before version 2) are
-refused. A function that calls itself, or one that calls it, is inlined up to a depth (`too_deep`); a call that is deeper
-stops the launch when it is made.
+refused. A function that calls itself, or one that calls it, is inlined up to a depth (`too_deep`); a deeper call stops
+the launch when it is made.
 """
 
 from __future__ import annotations
