@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dsv4lib.emulator.driver.arch import ARCHITECTURES
 from dsv4lib.emulator.driver.script import FAILED, HAZARD, REFUSED, emulate
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.gpu.module import read_text
+from dsv4lib.emulator.machine import directed
 from dsv4lib.emulator.microscope.page import write_page
 from dsv4lib.emulator.sanitize import description, launching, replay, skeleton
 from dsv4lib.emulator.sanitize.findings import clean, group
@@ -128,9 +129,17 @@ def _described(wish: Wish, suffix: str) -> int:
         options=_options(wish),
     )
     report.write(wish.form, wish.output, wish.command)
+    if outcome.stopped is None:
+        say_idle(wish.command, wish.settings.get("schedule", ""), outcome.stats)
     if outcome.collector is not None and wish.page is not None:
         write_page(wish.page, outcome.collector, wish.target, wish.command, report.checks)
     return code
+
+
+def say_idle(command: str, schedule: str, stats: Iterable[Mapping[str, int]]) -> None:
+    """Say which lines a schedule holds that no launch came to: a wrong line or warp holds nothing."""
+    for one in directed.idle(schedule, stats):
+        print(f"{command}: schedule: no launch came to {directed.PREFIX}{clean(one)}", file=sys.stderr)
 
 
 def _options(wish: Wish) -> str:
