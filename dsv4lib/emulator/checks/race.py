@@ -169,6 +169,7 @@ class Detector(Order):
     def exited(self, cta: Cta, last: Warp) -> None:
         """Record that a CTA has exited with its last warp."""
         self._peers.exited(cta, last)
+        self._products.exited(cta)
 
     def warp_synchronised(self, warp: Warp, members: int) -> None:
         """Record that lanes of a warp have synchronised."""
@@ -456,8 +457,7 @@ class Detector(Order):
         me = warp.agent - clocks.first_agent
         actor = Actor(me, int(clocks.epoch[me]), clocks.of(warp))
         codes = entries["code"]
-        first = codes[0]
-        groups = [first] if (codes == first).all() else sorted(np.unique(codes), key=lambda c: (c & WRITE, c))
+        groups = [codes[0]] if (codes == codes[0]).all() else sorted(np.unique(codes), key=lambda c: (c & WRITE, c))
         for code in groups:
             some = entries if len(groups) == 1 else entries[codes == code]
             if (some["mask"] == abi.FULL_MASK).all():
