@@ -125,7 +125,14 @@ def gemm_swiglu() -> list[Check]:
 
 CASES = [
     # Its last bulk stores are not waited for.
-    Case("cudnn_selected_blocks", MODULE, selected_blocks, slow=True, lints=frozenset({"async_read_after_exit"})),
+    Case(
+        "cudnn_selected_blocks",
+        MODULE,
+        selected_blocks,
+        slow=True,
+        errors=frozenset({"lane_outside_mask"}),
+        lints=frozenset({"async_read_after_exit"}),
+    ),
     Case("cudnn_compressed_attention", MODULE, compressed_attention),
     Case("cudnn_compressor_4", MODULE, lambda: compressor(4, overlap=True)),
     Case("cudnn_compressor_128", MODULE, lambda: compressor(128, overlap=False)),

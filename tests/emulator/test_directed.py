@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from dsv4lib.emulator.machine.directed import Hold, parse
+from dsv4lib.emulator.machine.directed import Hold, idle, parse
 from dsv4lib.emulator.machine.request import Settings
 from dsv4lib.errors import ArgumentError
 from tests.emulator.launching import aligned, entry, launch, prepare
@@ -92,3 +92,13 @@ def test_source_lines():
     assert parse("hold:a b.py:3@2, 4") == (Hold(3, "a b.py", 2), Hold(4))
     with pytest.raises(ArgumentError, match="hold:LINE"):
         parse("hold:kernel.py")
+
+
+def test_a_hold_that_no_warp_comes_to_is_told():
+    text = entry("u64 out", ORDER)
+    line, last = line_of(text, "// ticket"), line_of(text, "END:")
+    schedule = f"hold:{line}@1,{line}@7,{last + 50},k.py:3@0"
+    stats = launch(text, aligned(32, np.uint32), block=96, settings=Settings(schedule=schedule)).stats
+    assert idle(schedule, [stats]) == [f"{line}@7", str(last + 50), "k.py:3@0"]
+    assert idle(schedule, [stats, {f"hold:{line}@7": 1}]) == [str(last + 50), "k.py:3@0"]
+    assert idle("random", [stats]) == []

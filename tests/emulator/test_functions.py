@@ -276,6 +276,14 @@ def test_recursion_that_is_too_deep_stops_the_launch_that_makes_it():
         gpu.launch(LaunchRequest("other", module, (1, 1, 1), (32, 1, 1)))
 
 
+@pytest.mark.parametrize("inner", [" call f; call f;", " call f; call g;", " call g; call g;"])
+def test_functions_that_call_each_other_twice_have_few_copies(inner):
+    """They share what two calls may make: not 9 levels of one in 9 of the other."""
+    twice = ".func g(); .func f() { call g; call g; ret; } .func g() {" + inner + " ret; }"
+    module = parse.parse(entry("u64 out", FRAME + "call f;" + STORE).replace(HEADER, HEADER + twice))
+    assert 64 < len(module.kernels["k"].instructions) < 4000
+
+
 @pytest.mark.parametrize(
     ("functions", "body", "error", "text"),
     [

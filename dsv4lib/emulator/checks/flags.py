@@ -22,7 +22,7 @@ import numpy as np
 from dsv4lib.emulator.checks.clocks import CARRIED, Clocks
 from dsv4lib.emulator.checks.launches import reaches_devices
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.native.access_log import BYTES, GENERIC, GLOBAL, READ, WRITE
+from dsv4lib.emulator.native.access_log import BYTES, GENERIC, GLOBAL, READ, STRONG, WRITE
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.checks.global_memory import GlobalRaces
@@ -151,6 +151,17 @@ def segments(strong: np.ndarray) -> list[slice]:
     """Cut a log where accesses that may synchronise follow others, or the other way round: each part has one kind."""
     cuts = [0, *(np.flatnonzero(strong[1:] != strong[:-1]) + 1).tolist(), len(strong)]
     return [slice(start, end) for start, end in itertools.pairwise(cuts)]
+
+
+def hidden_reads(code: np.ndarray) -> np.ndarray:
+    """List the weak reads of shared memory that come after strong writes, such as atomics, in a log.
+
+    Of one log all reads are noted before all writes. A write that conflicts with no strong one of another warp would
+    hide such a read of its word from that.
+    """
+    near = code & GLOBAL == 0
+    writes = near & (code & (STRONG | WRITE) == STRONG | WRITE)
+    return np.flatnonzero(np.logical_or.accumulate(writes) & near & (code & (READ | STRONG) == READ))
 
 
 def trace_far(warp: Warp, entries: Any) -> None:

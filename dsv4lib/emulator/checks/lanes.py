@@ -3,7 +3,8 @@
 Since Volta the lanes of a warp need not run in step: what one has stored another may read only after bar.warp.sync of
 both, or another synchronisation of the warp. What is looked at is the order of the code, so lanes that happen to run in
 step are found as well. In doubt this is silent: anything that publishes or acquires for the warp counts for all of its
-lanes, and of several writers of a word the last is remembered.
+lanes, and of several writers of a word the last is remembered; writers are not compared with each other. Of what a log
+holds (native/lane_log.py) the first exchange is reported.
 
 Source: PTX ISA, "bar.warp.sync"; CUDA programming guide, "Independent Thread Scheduling".
 """

@@ -111,6 +111,8 @@ class Peers:
                 self._late(cta, clocks.all_warps[entry], pc, lanes)
         self._gone.add(cta)
         self._end(cluster, cta, last)
+        if self._gone.issuperset(cluster.ctas):  # no warp is left that could use their memory
+            self._gone.difference_update(cluster.ctas)
 
     def _end(self, cluster: Cluster, cta: Cta, last: Warp) -> None:
         """Let the end of a CTA count as a write of its memory that no warp knows of."""

@@ -2,8 +2,8 @@
 
 Every cell remembers the product that wrote it last: the columns of its accumulator D. Accumulators may lie over each
 other if one is no longer needed. What shows that it was: a load, or an accumulation, that meets columns of a product
-together with columns of another one that was written over part of it. Cells that threads or copies have written
-belong to no product.
+together with columns of another one that was written over part of it in the same lanes. What accumulates onto a part of
+one product adds to it. Cells that threads or copies have written belong to no product.
 
 Source: PTX ISA, "tcgen05.mma", matrix D in tensor memory.
 """
@@ -25,14 +25,16 @@ KIND = "tmem_product_overlap"
 
 
 class Product(NamedTuple):
-    """Columns [start, end) of an accumulator."""
+    """Columns [start, end) of an accumulator, in the lanes of a mask."""
 
     start: int
     end: int
+    lanes: int
 
     def meets(self, other: Product) -> bool:
         """Tell whether two accumulators overlap without being the same."""
-        return self != other and self.start < other.end and other.start < self.end
+        lanes = self.lanes & other.lanes
+        return bool(lanes) and self != other and self.start < other.end and other.start < self.end
 
     def __str__(self) -> str:
         return f"columns {self.start} to {self.end - 1}"
@@ -44,16 +46,17 @@ class Products:
     def __init__(self, machine: Any):
         self.machine = machine
         self._cells: dict[Cta, np.ndarray] = {}  # int16[128, 512]: number of the product of a cell, 0 = none
-        self._known: list[Product] = [Product(0, 0)]
+        self._known: list[Product] = [Product(0, 0, 0)]
         self._numbers: dict[Product, int] = {}
-        self._places: dict[tuple[Cta, int], Place | None] = {}
+        self._places: dict[Cta, dict[int, Place | None]] = {}
         self._latest: dict[Cta, Cells] = {}  # of the product that wrote last, if nothing else has since
+        self._lanes: dict[Cells, int] = {}
 
     def writes(self, cta: Cta, cells: Cells, column: int, width: int, accumulates: bool, where: Any) -> None:
         """Record that a product writes, or accumulates onto, columns; ``where()`` is its place."""
         if accumulates and self._latest.get(cta) is cells:
             return
-        product, place = Product(column, column + width), where()
+        product, place = Product(column, column + width, self._lanes_of(cells)), where()
         number = self._numbers.get(product)
         if number is None:
             number = self._numbers[product] = len(self._known)
@@ -61,11 +64,28 @@ class Products:
         owners = self._cells.get(cta)
         if owners is None:
             owners = self._cells[cta] = np.zeros((128, 512), np.int16)
-        if accumulates:
-            self._look(cta, cells.get(owners), place, product)
-        cells.put(owners, number)
-        self._places[cta, number] = place
         self._latest[cta] = cells
+        if accumulates:
+            found = cells.get(owners)
+            whole = int(found.flat[0])
+            if whole and (found == whole).all() and _within(product, self._known[whole]):
+                return  # it adds to a part of a product, which stays one
+            self._look(cta, found, place, product)
+        cells.put(owners, number)
+        self._places.setdefault(cta, {})[number] = place
+
+    def _lanes_of(self, cells: Cells) -> int:
+        mask = self._lanes.get(cells)
+        if mask is None:
+            present = np.zeros((128, 512), bool)
+            cells.put(present, True)
+            mask = self._lanes[cells] = sum(1 << int(lane) for lane in np.nonzero(present.any(1))[0])
+        return mask
+
+    def exited(self, cta: Cta) -> None:
+        """Forget a CTA that has exited."""
+        for table in (self._cells, self._places, self._latest):
+            table.pop(cta, None)
 
     def overwritten(self, cta: Cta, cells: Cells) -> None:
         """Record that cells were written by something else, allocated or freed."""
@@ -91,13 +111,13 @@ class Products:
             return
         one, other = (self._known[n] for n in met)
         text = f"products in {one} and in {other} of tensor memory of {cta} overlap, and both are used"
-        self.machine.report(KIND, text, place, owner=self._places.get((cta, met[1])), cta=cta.ctaid)
+        self.machine.report(KIND, text, place, owner=self._places.get(cta, {}).get(met[1]), cta=cta.ctaid)
 
     def _pair(self, a: int, b: int) -> bool:
         return self._known[a].meets(self._known[b])
 
 
 def _within(one: Product, other: Product) -> bool:
-    """Does one accumulator lie inside the other?"""
+    """Do the columns of one accumulator lie inside those of the other?"""
     inner, outer = sorted((one, other), key=lambda p: p.end - p.start)
     return outer.start <= inner.start and inner.end <= outer.end

@@ -22,7 +22,7 @@ from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clo
 from dsv4lib.emulator.checks.cluster_state import ClusterState
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import reach_of, segments, trace_far
+from dsv4lib.emulator.checks.flags import hidden_reads, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.lanes import LaneChecks
 from dsv4lib.emulator.checks.order import MARK, Order
@@ -169,6 +169,7 @@ class Detector(Order):
     def exited(self, cta: Cta, last: Warp) -> None:
         """Record that a CTA has exited with its last warp."""
         self._peers.exited(cta, last)
+        self._products.exited(cta)
 
     def warp_synchronised(self, warp: Warp, members: int) -> None:
         """Record that lanes of a warp have synchronised."""
@@ -432,6 +433,8 @@ class Detector(Order):
                 state.flags.access(warp.cta.cluster, warp, reads, self.far, acquire=True)
             if apart or known == LEFT or self._known(state, warp, n, True) == LEFT:
                 self._plain(state, warp, some)
+            if ordering and len(hidden := hidden_reads(code[part])):
+                self._plain(state, warp, some[hidden])
             if ordering:
                 writes = some[orders & (code[part] & WRITE != 0)]
                 state.flags.access(warp.cta.cluster, warp, writes, self.far, acquire=False)
@@ -456,9 +459,8 @@ class Detector(Order):
         me = warp.agent - clocks.first_agent
         actor = Actor(me, int(clocks.epoch[me]), clocks.of(warp))
         codes = entries["code"]
-        first = codes[0]
-        groups = [first] if (codes == first).all() else sorted(np.unique(codes), key=lambda c: (c & WRITE, c))
-        for code in groups:
+        groups = [codes[0]] if (codes == codes[0]).all() else sorted(np.unique(codes), key=lambda c: (c & WRITE, c))
+        for code in map(int, groups):
             some = entries if len(groups) == 1 else entries[codes == code]
             if (some["mask"] == abi.FULL_MASK).all():
                 addresses, pcs = some["addresses"].reshape(-1), np.repeat(some["pc"], abi.LANES)
@@ -466,7 +468,6 @@ class Detector(Order):
             else:
                 rows, lanes = (some["mask"][:, None] >> _LANES & 1).nonzero()
                 addresses, pcs = some["addresses"][rows, lanes], some["pc"][rows]
-            code = int(code)
             if code & GENERIC:
                 window = addresses >> np.uint64(56)
                 far = window == 0
@@ -495,8 +496,7 @@ class Detector(Order):
         ranks = addresses >> np.uint32(RANK_SHIFT)
         offsets = (addresses & np.uint32(OFFSET_MASK)).astype(np.int64)
         low = offsets & 3 if nbytes < 4 else None
-        cluster = warp.cta.cluster
-        state = cluster.race
+        cluster, state = warp.cta.cluster, warp.cta.cluster.race
         for rank in [int(ranks[0])] if (ranks == ranks[0]).all() else np.unique(ranks).tolist():
             for start in [0] if low is None else np.unique(low).tolist():
                 chosen = ranks == rank

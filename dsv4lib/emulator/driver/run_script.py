@@ -37,7 +37,7 @@ def main(job: dict[str, Any]) -> int:
     _end_with_parent()
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
-    code, hazards, stopped, collector = 0, [], None, None
+    code, hazards, stats, stopped, collector = 0, [], [], None, None
     try:
         with device(arch, default_device="cpu", **job) as gpu:
             if findings["page"] is not None:
@@ -48,6 +48,7 @@ def main(job: dict[str, Any]) -> int:
                 code = _exit_code(stop)
             finally:
                 hazards += gpu.hazards
+                stats += [one.result.stats for one in gpu.launches]
             if code == 0 and errors(hazards):
                 code = HAZARD
     except KeyboardInterrupt:
@@ -64,6 +65,10 @@ def main(job: dict[str, Any]) -> int:
         _print(error)
         code = FAILED if stopped is not None else REFUSED if isinstance(error, DSV4Error) else 1
     _write(findings, str(script), hazards, stopped, code, arch, job["checks"])
+    if stats and stopped is None:
+        from dsv4lib.emulator.sanitize.command import say_idle
+
+        say_idle(findings["command"], job["schedule"], stats)
     if collector is not None:
         write_page(Path(findings["page"]), collector, str(script), findings["command"], job["checks"])
     return code

@@ -8,6 +8,8 @@ Source: K. Sen, "Race Directed Random Testing of Concurrent Programs", PLDI 2008
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 PREFIX = "hold:"
 FORM = "hold:LINE[@WARP][,...] with LINE a PTX line or FILE:LINE"
-MAX_LINE = 10**8
 _ITEM = re.compile(r"(?:(?P<file>[^@,]+):)?(?P<line>[0-9]{1,8})(?:@(?P<warp>[0-9]{1,4}))?")
 # Warp-instructions of others, without a pause, after which a held warp goes on: they may spin until it does.
 _PATIENCE = 30_000
@@ -39,6 +40,10 @@ class Hold:
     line: int
     file: str = ""
     warp: int | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.file else str(self.line)
+        return where if self.warp is None else f"{where}@{self.warp}"
 
     def covers(self, program: Program, instr: Instr, warp: int) -> bool:
         """Tell whether ``instr``, executed or issued by a warp, is held."""
@@ -84,6 +89,11 @@ class Directed(Policy):
         self._known: dict[tuple[int, int, int], bool] = {}
         self._released: dict[Warp, int] = {}
         self._exhausted, self._ran = False, 0
+        self._reached: set[Hold] = set()
+
+    def counts(self) -> dict[str, int]:
+        """Count which of the held lines a warp came to, or an operation was issued at."""
+        return {f"{PREFIX}{one}": int(one in self._reached) for one in self.holds}
 
     def held(self, warp: Warp) -> bool:
         """Tell whether a ready warp stands at a held line."""
@@ -93,7 +103,9 @@ class Directed(Policy):
     def _covered(self, warp: Warp, instr: Instr, key: int) -> bool:
         found = (id(warp.program), key, warp.warp_id)
         if found not in self._known:
-            self._known[found] = any(one.covers(warp.program, instr, warp.warp_id) for one in self.holds)
+            covering = {one for one in self.holds if one.covers(warp.program, instr, warp.warp_id)}
+            self._known[found] = bool(covering)
+            self._reached |= covering
         return self._known[found]
 
     def slices(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
@@ -119,6 +131,16 @@ class Directed(Policy):
                 self._exhausted = False
                 return [op]
         return [] if can_run else candidates[:1]
+
+
+def idle(schedule: str, stats: Iterable[Mapping[str, int]]) -> list[str]:
+    """List what a schedule holds and no launch came to, by the counts of the launches."""
+    if not schedule.startswith(PREFIX):
+        return []
+    total: Counter[str] = Counter()
+    for one in stats:
+        total.update(one)
+    return [str(hold) for hold in parse(schedule) if not total[f"{PREFIX}{hold}"]]
 
 
 def check(name: str) -> str:

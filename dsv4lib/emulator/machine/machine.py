@@ -198,6 +198,7 @@ class Machine:
         """Complete what is in flight after the last cluster has exited. What came of the launch."""
         self.scheduler.finish()
         self.taint.end()
+        self.stats.update(self.scheduler.policy.counts())
         return LaunchResult(
             instructions=self.time,
             seconds=time.perf_counter() - self._began,

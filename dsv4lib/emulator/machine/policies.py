@@ -38,6 +38,10 @@ class Policy:
         """Choose operations to complete. ``can_run``: some warp is ready, else the launch waits for them."""
         return units.oldest()
 
+    def counts(self) -> dict[str, int]:
+        """Return what the policy adds to the counts of a launch."""
+        return {}
+
     def device_order(self, count: int) -> Sequence[int]:
         """Choose the order in which a sum over ``count`` devices is formed: ascending."""
         return range(count)

@@ -13,7 +13,7 @@ from dsv4lib.emulator.microscope.columns import encode, encode_words
 from dsv4lib.emulator.sanitize.findings import clean, source_lines
 from dsv4lib.emulator.trace.trace import Trace
 
-MAX_PTX = 1_000_000  # characters of a launch's PTX that a page holds whole
+MAX_PTX = 1_000_000  # characters of PTX that a page holds whole, of all its launches
 AROUND = 12  # lines before and after each that an event names
 _WIDTH = 240  # characters of a line
 
@@ -31,19 +31,22 @@ def shown(file: str) -> str:
     return clean(near if not near.startswith("..") else "/".join(path.parts[-2:]))
 
 
-def listing(trace: Trace, lines: Iterable[int], places: Iterable[tuple[str, int]] = ()) -> dict[str, Any]:
+def listing(
+    trace: Trace, lines: Iterable[int], places: Iterable[tuple[str, int]] = (), most: int | None = None
+) -> dict[str, Any]:
     """Return ``ptx`` and ``files`` of a stream.
 
     Args:
         lines: PTX lines that events name.
         places: further files and lines of the source.
+        most: characters of PTX up to which it is listed whole, by default `MAX_PTX`.
     """
     named = f"{trace.kernel}_param_"  # mangled names of parameters hide the instruction
     texts = [clean(text.replace(named, "param_"))[:_WIDTH] for text in trace.texts] or [
         str(name) for name in trace.opcodes
     ]
     rows = np.arange(len(texts))
-    if sum(map(len, texts)) > MAX_PTX:
+    if sum(map(len, texts)) > (MAX_PTX if most is None else most):
         rows = rows[_near(len(rows), np.nonzero(np.isin(trace.lines, list(lines)))[0])]
     split = [_split(trace.sources[row]) for row in rows]
     wanted: dict[str, set[int]] = {}

@@ -10,6 +10,7 @@ from dsv4lib.emulator.checks import Hazard, errors
 from dsv4lib.emulator.driver.device import Device
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.machine.request import LaunchRequest, LaunchResult
+from dsv4lib.emulator.microscope import code
 from dsv4lib.emulator.microscope.stream import LIMIT, stream
 from dsv4lib.emulator.trace.trace import Trace
 
@@ -67,16 +68,18 @@ class Collector:
             self.kept.remove(clean[-1] if clean else self.kept[-2])
 
     def streams(self, limit: int = LIMIT, **facts: Any) -> list[dict[str, Any]]:
-        """Make the streams of the kept launches; together they have at most ``limit`` events."""
+        """Make the streams of the kept launches; together they have at most ``limit`` events, and PTX in proportion."""
         settings = self.device.settings
         facts = {"arch": settings.arch, "schedule": settings.schedule, "seed": settings.seed} | facts
         sizes = shares([one.trace.events + len(one.trace.marks) + len(one.trace.states) for one in self.kept], limit)
+        ptx = int(code.MAX_PTX * min(1.0, limit / LIMIT)) // max(len(self.kept), 1)
         return [
             stream(
                 one.trace,
                 one.hazards,
                 one.stopped,
                 max(size, 100),
+                ptx,
                 number=one.number,
                 left_out=self.launches - len(self.kept),
                 block=list(one.block),

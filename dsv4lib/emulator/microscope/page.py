@@ -77,20 +77,17 @@ def within(make: Callable[[int], str], limit: int = LIMIT, most: int = MAX_BYTES
 
 
 def write_page(path: Path, collector: Collector, target: str, command: str, checks: str) -> None:
-    """Write the page of a program's launches, and say where it is, or that there is none.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
+    """Write the page of a program's launches, and say where it is, or why there is none: the run has its exit code."""
     if not collector.kept:
         print(f"{command}: no report: nothing was launched on this command's device", file=sys.stderr)
         return
     name = Path(target).name
-    text = within(lambda limit: page(collector.streams(limit, checks=checks), f"{command} {name}", name))
     try:
+        text = within(lambda limit: page(collector.streams(limit, checks=checks), f"{command} {name}", name))
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError("report", str(path), f"a file that can be written ({error.strerror})") from None
+    except (ArgumentError, OSError) as error:
+        print(f"{command}: no report: {error}", file=sys.stderr)
+        return
     print(f"{command}: report: {path}", file=sys.stderr)
 
 

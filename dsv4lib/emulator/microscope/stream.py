@@ -2,8 +2,8 @@
 
 An event is a row of one of `TABLES`. A stream has at most ``limit`` of them. Where a launch has more, whole CTAs are
 left out, those without findings first. Where not even one CTA fits, a span of it stays, around its first finding if it
-has one, with the rows before it that still show: the last access to each cell, the last state of each barrier. ``cut``
-says what is left.
+has one, with the rows before it that still show: the last access to each cell, the last state of each barrier; where
+those alone are too many, the newest of them. ``cut`` says what is left; ``lost`` counts what shows and is left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LIMIT = 20_000  # events of a page
 TABLES = ("states", "ops", "boxes", "mmas", "tmem", "smem", "mbarriers", "named", "fences", "peers", "marks")
 _WORDS = ("unit", "kind", "mode", "what", "state", "reason")  # columns of words
 _DROPPED = ("coords", "lanes", "address", "flops", "tensor")  # coded otherwise, or an address of this run
+_LEAST = 0.1  # share of the limit that a span has at least
 _LEAD = 0.25  # share of a cut CTA's rows that come after its first finding
 
 
@@ -35,6 +36,7 @@ def stream(
     hazards: Sequence[Hazard] = (),
     stopped: EmulatorError | None = None,
     limit: int = LIMIT,
+    most_ptx: int | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
     """Make plain data, for JSON, of one launch.
@@ -42,6 +44,7 @@ def stream(
     Args:
         hazards: of the launch's result, in its order. stopped: what ended it.
         limit: events, at least 100.
+        most_ptx: characters of PTX up to which it is listed whole.
         facts: further entries, such as ``arch`` or ``schedule``.
 
     Raises:
@@ -77,7 +80,7 @@ def stream(
         "tables": tables,
         "chunks": [list(runs) for runs in chunk_sets],
         "lanes": [list(runs) for runs in lane_sets],
-        **code.listing(trace, lines, [(one.file, one.line) for f in found for one in (f.place, f.against) if one]),
+        **code.listing(trace, lines, [(s.file, s.line) for f in found for s in (f.place, f.against) if s], most_ptx),
         "findings": [_finding(one, trace) for one in found],
         **facts,
     }
@@ -139,16 +142,19 @@ def _cut(trace: Trace, limit: int) -> tuple[dict[str, np.ndarray], dict[str, Any
     left: dict[str, Any] = {"limit": limit, "events": total, "ctas": len(ordered), "shown": sorted(whole), "part": None}
     if len(whole) < len(ordered) and not whole:  # not even one CTA fits
         cta = ordered[0]
-        kept, span = _window(trace, tables, cta, room)
-        left |= {"shown": [cta], "part": {"cta": cta, "first": span[0], "last": span[1]}}
+        kept, span, lost = _window(trace, tables, cta, room)
+        left |= {"shown": [cta], "part": {"cta": cta, "first": span[0], "last": span[1], "lost": lost}}
     left["kept"] = sum(map(len, kept.values()))
     return kept, left
 
 
 def _window(
     trace: Trace, tables: dict[str, np.ndarray], cta: int, limit: int
-) -> tuple[dict[str, np.ndarray], tuple[int, int]]:
-    """Rows of one CTA within a span of time, and those before that are still visible when it begins."""
+) -> tuple[dict[str, np.ndarray], tuple[int, int], int]:
+    """Rows of one CTA within a span of time, and those before that are still visible when it begins.
+
+    Where these alone are too many, the newest stay; the last number counts the others.
+    """
     mine = {name: np.nonzero(table["cta"] == cta)[0] for name, table in tables.items()}
     times = np.sort(np.concatenate([tables[name]["time"][rows] for name, rows in mine.items()]))
     at = trace.hazards["time"][trace.hazards["cta"] == cta]
@@ -162,9 +168,21 @@ def _window(
             time = tables[name]["time"][rows]
             inside = (time <= last) & (tables[name]["end"][rows] > first if name == "states" else time >= first)
             kept[name] = np.unique(np.append(rows[inside], _visible(trace, name, rows, first)))
-        if sum(map(len, kept.values())) <= limit:
-            return kept, (first, last)
+        count = sum(map(len, kept.values()))
+        if count <= limit:
+            return kept, (first, last), 0
+        if size <= _LEAST * limit:
+            return _newest(tables, kept, limit), (first, last), count - limit
         size = int(size * 0.9)
+
+
+def _newest(tables: dict[str, np.ndarray], kept: dict[str, np.ndarray], limit: int) -> dict[str, np.ndarray]:
+    """The ``limit`` rows with the highest times."""
+    times = np.concatenate([tables[name]["time"][rows] for name, rows in kept.items()])
+    chosen = np.zeros(len(times), bool)
+    chosen[np.argsort(times, kind="stable")[len(times) - limit :]] = True
+    ends = np.cumsum([len(rows) for rows in kept.values()])[:-1]
+    return {name: rows[part] for (name, rows), part in zip(kept.items(), np.split(chosen, ends), strict=True)}
 
 
 def _visible(trace: Trace, name: str, rows: np.ndarray, first: int) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Compare the lanes of a warp in the access log (access_log.py): who wrote, and who read, a word of shared memory.
 
 For every word two records, of the last write and the last read: after how many synchronisations of the warp, by which
-lane, which bytes, at which instruction. Two lanes conflict if one of them writes, their bytes overlap, and no
-synchronisation has had both since. Strong accesses are not looked at.
+lane, which bytes, at which instruction. Two lanes conflict if one of them writes and the other reads, their bytes
+overlap, and no synchronisation has had both since. Not looked at: strong accesses, and two lanes that write one word;
+of several conflicts in a log the first alone is described.
 """
 
 from __future__ import annotations

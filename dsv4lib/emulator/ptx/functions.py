@@ -4,12 +4,13 @@ PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.pa
 In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a
 branch to after the call. A call of an address becomes a chain: of every function whose address the file takes and whose
 parameters are like those that are passed, a comparison and its body. Parameters in registers (PTX before version 2) are
-refused. A function that calls itself is inlined into itself up to a depth (`depth`); a call that is deeper stops the
-launch when it is made.
+refused. A function that calls itself, or one that calls it, is inlined up to a depth (`too_deep`); a deeper call stops
+the launch when it is made.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from dsv4lib.emulator.ptx.variables import parameters
 
 NOWHERE = "(no function)"  # the callee of an address that is no function's
 DEEPER = "(recursion)"  # the callee of a recursion that is deeper than it is inlined
-MAX_DEPTH, MAX_COPIES = 64, 512  # of a function in itself
+MAX_DEPTH = 64  # of a function in itself
+MAX_COPIES = 512  # of bodies that calls within a recursion multiply
 CODE_BYTES = 16  # from one function's address to the next
 _FUNCTION = re.compile(
     r"\.func\b\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^()]*)\)\s*)?([%$_A-Za-z][\w$]*)\s*(?:\(([^()]*)\))?[^{;]*\{"
@@ -44,17 +46,27 @@ def pointed(source: Source, module: Module) -> list[Function]:
     return [function for name, function in module.functions.items() if name in names]
 
 
-def depth(source: Source, function: Function) -> int:
-    """Choose how often a function is inlined into itself: fewer times if its body has several calls.
+def too_deep(source: Source, function: Function, active: Sequence[Function]) -> bool:
+    """Tell whether a recursion is as deep as it is inlined, the innermost of the ``active`` calls being the last.
 
-    Which of them lead back to it is not looked at.
+    The bodies of functions that call each other multiply, so all calls from the first recursive function on count.
     """
-    level, at = 1, function.body
-    while level and at < len(source.text):
-        level += (source.text[at] == "{") - (source.text[at] == "}")
+    stack = [*active, function]
+    if function not in active:
+        return False
+    first = next(i for i, one in enumerate(stack) if one in stack[i + 1 :])
+    copies = math.prod(_calls(source.text, one.body) for one in active[first:])
+    return active.count(function) >= MAX_DEPTH or copies >= MAX_COPIES
+
+
+@functools.lru_cache(256)
+def _calls(text: str, start: int) -> int:
+    """Count the calls of a body, at least 1. Which of them lead back to it is not looked at."""
+    level, at = 1, start
+    while level and at < len(text):
+        level += (text[at] == "{") - (text[at] == "}")
         at += 1
-    calls = len(_CALL.findall(source.text, function.body, at))
-    return MAX_DEPTH if calls < 2 else max(2, int(math.log(MAX_COPIES, calls)))
+    return max(1, len(_CALL.findall(text, start, at)))
 
 
 def sizes(function: Function) -> list[int]:

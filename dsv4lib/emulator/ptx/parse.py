@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from dsv4lib.emulator.ptx.functions import DEEPER, NOWHERE, bind, depth, functions, pointed, sizes
+from dsv4lib.emulator.ptx.functions import DEEPER, NOWHERE, bind, functions, pointed, sizes, too_deep
 from dsv4lib.emulator.ptx.ir import Function, Imm, Instr, Kernel, Location, Memory, Module, Operand, Reg, Symbol, Vector
 from dsv4lib.emulator.ptx.lexer import Source, read, split, syntax_error
 from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
@@ -298,8 +298,7 @@ class _Body:
         Raises:
             OperandError: arguments that do not fit, or calls that unfold without end.
         """
-        level = sum(function is active for active, _ in self.calls)
-        if level and level >= depth(self.source, function):
+        if too_deep(self.source, function, [active for active, _ in self.calls]):
             self._emit("call", (Symbol(DEEPER),), where, guard)
             return
         if len(self.kernel.instructions) > MAX_INSTRUCTIONS:

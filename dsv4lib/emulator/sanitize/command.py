@@ -3,13 +3,17 @@
 Exit codes: 0 clean, lints included; 2 wrong arguments or description; 90 a check reported an error; 91 a launch was
 stopped (an impossible access, a deadlock, a limit); 92 the target cannot be run: PTX that is not understood, no
 architecture for it, CUDA C++ that does not compile; 93 a tensor is not as expected. A script's own code comes first.
+With ``replay`` a run that was clean gets 91 or 93 if one under another schedule was stopped or is not as expected. What
+only differs from the first run, with nothing expected of it, is reported and changes no code, nor does a run that
+reached a limit.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +26,15 @@ from dsv4lib.emulator.driver.arch import ARCHITECTURES
 from dsv4lib.emulator.driver.script import FAILED, HAZARD, REFUSED, emulate
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.gpu.module import read_text
+from dsv4lib.emulator.machine import directed
 from dsv4lib.emulator.microscope.page import write_page
 from dsv4lib.emulator.sanitize import description, launching, replay, skeleton
-from dsv4lib.emulator.sanitize.findings import group
+from dsv4lib.emulator.sanitize.findings import clean, group
 from dsv4lib.emulator.sanitize.report import FORMATS, Report, plain
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 
 WRONG = 93
+DEFAULT_CHECKS = "sanitize"  # of the command that replays
 DEFAULT_ARCH = "sm_100a"  # of a .cu file whose description names none
 SUFFIXES = (".ptx", ".cu", ".toml")
 
@@ -68,7 +74,7 @@ def run(wish: Wish) -> int:
     arguments.one_of("format", wish.form, FORMATS)
     arguments.one_of("arch", wish.arch, ("auto", *ARCHITECTURES))
     for name, path in (("output", wish.output), ("save", wish.save), ("report", wish.page)):
-        if path is not None and not path.resolve().parent.is_dir():
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise ArgumentError(name, str(path), "a file in a folder that exists")
     suffix = Path(wish.target).suffix
     if suffix not in SUFFIXES:
@@ -107,7 +113,7 @@ def _described(wish: Wish, suffix: str) -> int:
         refused.write(wish.form, wish.output, wish.command)
         return REFUSED
     code = FAILED if outcome.stopped else HAZARD if errors(outcome.hazards) else WRONG if outcome.wrong else 0
-    if code == 0 and any(one.stopped or one.wrong for one in again):
+    if code == 0 and any(one.stopped or one.wrong for one in again):  # an unfinished trial says nothing
         code = FAILED if any(one.stopped for one in again) else WRONG
     report = Report(
         wish.target,
@@ -120,11 +126,29 @@ def _described(wish: Wish, suffix: str) -> int:
         outcome.tensors,
         {name: asdict(found) for name, found in outcome.wrong.items()},
         replay=again,
+        options=_options(wish),
     )
     report.write(wish.form, wish.output, wish.command)
+    if outcome.stopped is None:
+        say_idle(wish.command, wish.settings.get("schedule", ""), outcome.stats)
     if outcome.collector is not None and wish.page is not None:
         write_page(wish.page, outcome.collector, wish.target, wish.command, report.checks)
     return code
+
+
+def say_idle(command: str, schedule: str, stats: Iterable[Mapping[str, int]]) -> None:
+    """Say which lines a schedule holds that no launch came to: a wrong line or warp holds nothing."""
+    for one in directed.idle(schedule, stats):
+        print(f"{command}: schedule: no launch came to {directed.PREFIX}{clean(one)}", file=sys.stderr)
+
+
+def _options(wish: Wish) -> str:
+    """Write the options that choose how a target runs, without schedule and seed, as a shell takes them."""
+    chosen: dict[str, Any] = {"arch": None if wish.arch == "auto" else wish.arch, "launch": wish.launch}
+    chosen["checks"] = None if wish.settings.get("checks") == DEFAULT_CHECKS else wish.settings.get("checks")
+    chosen |= {name: wish.settings.get(name) for name in ("time_limit", "instruction_limit", "memory_limit")}
+    given = [(name.replace("_", "-"), str(value)) for name, value in chosen.items() if value is not None]
+    return " ".join(f"--{name} {clean(shlex.quote(value))}" for name, value in given)
 
 
 def text_of(source: Path, arch: str | None, options: Sequence[str] = ()) -> str:

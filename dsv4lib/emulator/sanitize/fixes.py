@@ -13,7 +13,9 @@ from pathlib import PurePath
 
 LANGUAGES = ("cuda", "cute", "gluon", "triton")
 _CUDA = frozenset((".cu", ".cuh", ".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".inl"))
-_IMPORTS = re.compile(r"\s*(?:from|import)\s+([\w.]+)(?:\s+import\s+(.*))?")
+_IMPORTS = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w., \t]+?)(?:[ \t]+import[ \t]+(\([^)]*\)|[^\n]*))?$", re.M)
+_COMMENT = re.compile(r"#.*")
+_MODULES = {"gluon": "gluon", "triton": "triton", "cutlass": "cute"}  # Gluon is a part of Triton
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ FIXES: dict[str, Names] = {
     "missing_alias_fence": Names("cuda::ptx::fence_proxy_alias()", "cute.arch.fence_proxy('alias')"),
     "global_read_past_end": Names(*_BOUNDS),
     "diverged_sync": Names("__syncwarp()", "cute.arch.sync_warp()"),
+    "missing_warp_sync": Names("__syncwarp()", "cute.arch.sync_warp()"),
+    "peer_memory_after_exit": Names(
+        "cluster.sync() of this_cluster()", "cute.arch.cluster_arrive(), then cute.arch.cluster_wait()"
+    ),
     "cluster_double_arrive": Names(
         "cuda::ptx::barrier_cluster_wait()", "cute.arch.cluster_wait()", "cluster.barrier() for both"
     ),
@@ -152,6 +158,7 @@ UNNAMED = frozenset((
     "mbarrier_reinit_waited", "mbarrier_inval_in_use", "mbarrier_no_complete", "mbarrier_phase_lapped",
     "mbarrier_parity_range", "barrier_phase_mixed", "barrier_double_arrive", "tma_store_padding",
     "race_shared_same_value", "race_global_same_value", "uninitialised_register", "race_through_completion",
+    "global_read_past_end_unused", "uninitialised_smem_unused", "tmem_product_overlap", "lane_outside_mask",
 ))  # fmt: skip
 
 
@@ -162,9 +169,10 @@ def language_of(file: str, lines: Sequence[str]) -> str:
         return "cuda"
     if suffix != ".py":
         return ""
-    imported = [" ".join(filter(None, found.groups())) for line in lines if (found := _IMPORTS.match(line))]
+    text = _COMMENT.sub("", "\n".join(lines))
+    imported = [" ".join(filter(None, found.groups())) for found in _IMPORTS.finditer(text)]
     words = set(re.findall(r"\w+", " ".join(imported)))
-    return "gluon" if "gluon" in words else "triton" if "triton" in words else "cute"
+    return next((name for word, name in _MODULES.items() if word in words), "")
 
 
 def named(fix: str, kind: str, language: str) -> str:

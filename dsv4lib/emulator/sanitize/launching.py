@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Outcome:
         stopped: the error that stopped a launch, or None.
         launches: that ended. tensors: summaries of what changed, by name. wrong: what is not as expected, by name.
         arch: architecture that ran. collector: traces of the launches, None where none were wanted.
+        stats: counts of each launch that ended.
     """
 
     hazards: list[Hazard] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Outcome:
     wrong: dict[str, numbers.Difference] = field(default_factory=dict)
     arch: str = ""
     collector: Collector | None = None
+    stats: list[Counter[str]] = field(default_factory=list)
 
 
 def run(
@@ -95,6 +98,7 @@ def run(
                 outcome.collector.stopped(error)
             break
         outcome.hazards += result.hazards
+        outcome.stats.append(result.stats)
         outcome.launches.append(Ran(kernel.name, one.grid, one.block, result.instructions, result.seconds))
     for name, array in arrays.items():
         tensor = wanted.tensors[name]

@@ -6,11 +6,13 @@ Each finding names two instructions that nothing orders. Holding either of them 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsv4lib.emulator.checks import Hazard
+from dsv4lib.emulator.errors import EmulatorError, LimitExceeded
 from dsv4lib.emulator.machine.directed import PREFIX
 from dsv4lib.emulator.machine.policies import POLICIES
 from dsv4lib.emulator.sanitize import launching
@@ -29,6 +31,7 @@ class Trial:
     Attributes:
         schedule, seed: as the options of the command take them.
         stopped: kind and first line of what stopped it, "" if it ended.
+        unfinished: why there is no result to compare, "" if there is: a limit, or what could not be run.
         wrong: what is not as expected, as in a report.
         changed: tensors of which nothing is expected and that differ from those of the first run.
     """
@@ -38,6 +41,7 @@ class Trial:
     stopped: str = ""
     wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+    unfinished: str = ""
 
     @property
     def differs(self) -> bool:
@@ -78,22 +82,33 @@ def trials(wanted: Description, ptx: str, arch: str | None, first: Outcome, **se
     out = [_trial(*given, first, first, free)]
     for schedule, seed in dict.fromkeys(planned):
         if (schedule, seed) != given:
-            again = launching.run(wanted, ptx, arch, None, **{**settings, "schedule": schedule, "seed": seed})
-            out.append(_trial(schedule, seed, again, first, free))
+            try:
+                again = launching.run(wanted, ptx, arch, None, **{**settings, "schedule": schedule, "seed": seed})
+            except EmulatorError as error:
+                out.append(Trial(schedule, seed, unfinished=_line(f"{type(error).__name__}: {error}")))
+            else:
+                out.append(_trial(schedule, seed, again, first, free))
     return out
 
 
 def _trial(schedule: str, seed: int, outcome: Outcome, first: Outcome, free: list[str]) -> Trial:
     stopped = ""
+    if isinstance(outcome.stopped, LimitExceeded):
+        return Trial(schedule, seed, unfinished=_line(f"not finished within the limit: {outcome.stopped}"))
     if outcome.stopped is not None:
         found = stop(outcome.stopped)
-        message = found.message.splitlines()[0]
-        stopped = clean(message if message.startswith(found.kind) else f"{found.kind}: {message}")
+        message = _line(found.message)
+        stopped = message if message.startswith(found.kind) else clean(f"{found.kind}: {message}")
     wrong = {name: asdict(one) for name, one in outcome.wrong.items()}
     changed = []
     if outcome.stopped is None and first.stopped is None:
         changed = [name for name in free if _bits(outcome, name) != _bits(first, name)]
     return Trial(schedule, seed, stopped, wrong, changed)
+
+
+def _line(message: str) -> str:
+    """First line of a message."""
+    return clean(message.partition("\n")[0])
 
 
 def _bits(outcome: Outcome, name: str) -> str:
@@ -102,13 +117,22 @@ def _bits(outcome: Outcome, name: str) -> str:
     return facts["sha256"] if facts.get("changed") else ""
 
 
-def sentences(found: list[Trial], command: str, target: str) -> list[tuple[str, str]]:
-    """Say in lines, each with its style, what the schedules changed."""
+def sentences(found: list[Trial], command: str, target: str, options: str = "") -> list[tuple[str, str]]:
+    """Say in lines, each with its style, what the schedules changed.
+
+    Args:
+        options: that the first run had beside schedule and seed, as a shell takes them.
+    """
     differ = [one for one in found if one.differs]
-    if not differ:
-        return [("good", f"{command}: replay: the results are the same under {len(found)} schedules")]
-    width = max(len(one.options) for one in differ)
-    out = [("error", f"{command}: replay: {len(differ)} of {len(found)} schedules change the result or are wrong")]
+    unfinished = [one for one in found if one.unfinished]
+    width = max((len(one.options) for one in differ + unfinished), default=0)
+    ended = len(found) - len(unfinished)
+    if differ:
+        out = [("error", f"{command}: replay: {len(differ)} of {ended} schedules change the result or are wrong")]
+    elif ended:
+        out = [("good", f"{command}: replay: the results are the same under {ended} schedules")]
+    else:
+        out = [("lint", f"{command}: replay: no schedule gave a result")]
     for one in differ:
         parts = [one.stopped] if one.stopped else []
         parts += [
@@ -118,5 +142,8 @@ def sentences(found: list[Trial], command: str, target: str) -> list[tuple[str, 
         ]
         parts += [f"{name} differs from the first run" for name in one.changed]
         out.append(("", f"  {one.options:{width}}  {'; '.join(parts)}"))
-    out.append(("fix", f"  again   {command} {differ[0].options} {clean(target)}"))
+    out += [("lint", f"  {one.options:{width}}  {one.unfinished}") for one in unfinished]
+    if differ:
+        again = [command, differ[0].options, *([options] if options else []), clean(shlex.quote(target))]
+        out.append(("fix", f"  again   {' '.join(again)}"))
     return out

@@ -37,6 +37,7 @@ class Report:
         arch, checks: what it ran with.
         refusal: why the target could not be run, "" if it could.
         replay: runs under other schedules, the first run among them; [] if none was wished for.
+        options: of the command line beside schedule and seed, for the line that repeats a run.
     """
 
     target: str
@@ -50,6 +51,7 @@ class Report:
     wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
     refusal: str = ""
     replay: list[Trial] = field(default_factory=list)
+    options: str = ""
 
     @property
     def errors(self) -> int:
@@ -109,7 +111,7 @@ class Report:
                 f"{facts['got']} instead of {facts['want']}, largest error {facts['largest']:.3g}",
                 style="error",
             )
-        for style, text in sentences(self.replay, command, self.target) if self.replay else ():
+        for style, text in sentences(self.replay, command, self.target, self.options) if self.replay else ():
             line(text, style=style)
         lints = len(self.findings) - self.errors
         if self.findings or self.launches:

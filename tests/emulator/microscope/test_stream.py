@@ -15,7 +15,7 @@ from dsv4lib.emulator.checks import errors
 from dsv4lib.emulator.microscope import code
 from dsv4lib.emulator.microscope.collect import LAUNCHES, Collector, shares
 from dsv4lib.emulator.microscope.columns import decode, encode, encode_words
-from dsv4lib.emulator.microscope.stream import TABLES, stream
+from dsv4lib.emulator.microscope.stream import LIMIT, TABLES, stream
 from dsv4lib.emulator.sanitize.findings import group, source_lines
 from dsv4lib.emulator.trace.trace import Trace, unpack_lanes
 from dsv4lib.errors import ArgumentError
@@ -160,6 +160,21 @@ def test_what_still_shows_is_kept(gemm):
     assert before <= set(zip(decode(columns["marks"]["warp"]), decode(columns["marks"]["time"]), strict=True))
 
 
+def test_of_more_than_fits_that_still_shows_the_newest_stay(gemm):
+    """Every byte of shared memory was last written by an access of its own."""
+    late = gemm.trace.hazards[-1:].copy()
+    late["cta"], late["time"] = 0, gemm.trace.time
+    written = np.repeat(gemm.trace.smem[:1], 400)
+    written["cta"], written["time"], written["first"] = 0, np.arange(400) % 50, np.arange(400)
+    chunks = np.repeat(gemm.trace.chunks[:1], 400, 0)
+    made = stream(replace(gemm.trace, hazards=late, smem=written, chunks=chunks), limit=100)
+    cut, smem = made["cut"], made["tables"]["smem"]
+    assert cut["kept"] == 100 and cut["part"]["lost"] >= 300 and smem["rows"] < 100
+    times = decode(smem["columns"]["time"])
+    assert not times or min(times) >= 40
+    assert stream(gemm.trace, gemm.hazards, limit=300)["cut"]["part"]["lost"] == 0
+
+
 def test_a_limit_of_nothing_is_refused(gemm):
     with pytest.raises(ArgumentError, match="limit"):
         stream(gemm.trace, limit=99)
@@ -184,6 +199,18 @@ def test_a_collector_keeps_the_first_launches_and_those_with_errors(tmp_path):
     made = collector.streams()
     assert [one["left_out"] for one in made] == [3] * LAUNCHES and made[0]["block"] == [64, 1, 1]
     assert made[-1]["findings"][0]["place"]["file"].endswith("sum.cu") and not made[0]["findings"]
+
+
+def test_the_listings_of_all_launches_are_within_one_limit(tmp_path, monkeypatch):
+    collector = launched(tmp_path, True, 3)
+    most = sum(map(len, collector.kept[0].trace.texts))
+    calls = []
+    monkeypatch.setattr(code, "MAX_PTX", 3 * most)
+    assert all(one["ptx"]["total"] == len(one["ptx"]["text"]) for one in collector.streams())
+    monkeypatch.setattr(code, "listing", lambda trace, lines, places, most: calls.append(most) or {})
+    collector.streams()
+    collector.streams(LIMIT // 2)
+    assert calls == [most] * 3 + [most // 2] * 3
 
 
 def test_limits_are_divided():

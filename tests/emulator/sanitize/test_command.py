@@ -232,3 +232,10 @@ def test_a_load_past_the_end_of_a_tensor_is_reported(tmp_path, capfd):
     path = write(tmp_path, True, DESCRIPTION.replace("shape = [64]", "shape = [63]", 1))
     assert command.run(wish(path)) == 90
     assert "ERROR global_read_past_end" in capfd.readouterr().err
+
+
+def test_a_hold_without_an_instruction_is_said(tmp_path, capfd):
+    path = write(tmp_path, True)
+    for schedule, idle in (("hold:9999@0", True), ("round_robin", False)):
+        assert command.run(Wish("dsv4 sanitize", str(path), [], "auto", {"checks": "race", "schedule": schedule})) == 0
+        assert ("dsv4 sanitize: schedule: no launch came to hold:9999@0\n" in capfd.readouterr().err) == idle

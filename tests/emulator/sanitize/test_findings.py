@@ -182,7 +182,7 @@ def test_a_clean_sarif_log_has_no_results():
 
 def test_fingerprints_survive_other_line_numbers(hazards, tmp_path):
     (before,) = Report("x", group(hazards), 90).as_sarif()["runs"][0]["results"]
-    findings._lines.cache_clear()
+    findings.source_lines.cache_clear()
     text = racy(tmp_path).replace(".loc 1 3", ".loc 1 4").replace(".loc 1 4 1\n  xor", ".loc 1 5 1\n  xor")
     (tmp_path / "sum.cu").write_text("// moved\n" + SOURCE)
     x, out = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)

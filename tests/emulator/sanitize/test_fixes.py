@@ -59,9 +59,15 @@ def test_a_language_is_told_by_name_and_imports(language):
 
 def test_other_files_have_no_language():
     assert language_of("k.ptx", ["import triton"]) == language_of("", []) == ""
-    assert language_of("k.py", ["# import triton", "x = 'gluon'"]) == "cute"
+    assert language_of("k.py", ["# import triton", "x = 'gluon'"]) == ""
+    assert language_of("k.py", ["import numpy as np  # not cutlass", "from numba import cuda"]) == ""
     assert language_of("k.cuh", ["import triton"]) == "cuda"
     assert language_of("k.py", ["    from triton import language as tl"]) == "triton"
+    assert language_of("k.py", ["import os, cutlass.cute as cute"]) == "cute"
+
+
+def test_an_import_over_several_lines_is_read():
+    assert language_of("k.py", ["from triton.experimental import (", "    gluon,  # the language", ")"]) == "gluon"
 
 
 def named_in(language):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv4lib.emulator.microscope import page
 from dsv4lib.emulator.microscope.columns import decode
 from dsv4lib.emulator.sanitize import command
 from dsv4lib.emulator.sanitize.command import Wish
@@ -52,6 +53,29 @@ def test_a_launch_that_is_stopped(tmp_path, capfd):
     with pytest.raises(ArgumentError, match="report"):
         command.run(wish)
     assert not page.exists()
+
+
+def test_a_page_that_cannot_be_written_changes_no_exit_code(tmp_path, capfd, monkeypatch):
+    path = write(tmp_path, False)
+    with pytest.raises(ArgumentError, match="report"):
+        report(path, tmp_path)  # a folder: refused before anything runs
+    full = tmp_path / "full.html"
+    monkeypatch.setattr(Path, "write_text", _full)
+    wish = Wish("dsv4 sanitize", str(path), (), "auto", {"checks": "race"}, page=full)
+    assert command.run(wish) == 90
+    assert capfd.readouterr().err.rstrip().endswith("dsv4 sanitize: no report: [Errno 28] No space left on device")
+
+
+def _full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_page_that_is_too_large_changes_no_exit_code(tmp_path, capfd, monkeypatch):
+    path = write(tmp_path, False)
+    monkeypatch.setattr(page.within, "__defaults__", (page.LIMIT, 1000))
+    assert command.run(Wish("dsv4 sanitize", str(path), (), "auto", {"checks": "race"}, page=tmp_path / "o")) == 90
+    assert "dsv4 sanitize: no report: most=1000 is not allowed: room" in capfd.readouterr().err
+    assert not (tmp_path / "o").exists()
 
 
 SCRIPT = """

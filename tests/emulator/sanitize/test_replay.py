@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 
 import pytest
 
 from dsv4lib.emulator.checks import Hazard
-from dsv4lib.emulator.errors import Place
+from dsv4lib.emulator.errors import LaunchError, LimitExceeded, Place
 from dsv4lib.emulator.machine.policies import POLICIES
-from dsv4lib.emulator.sanitize import catalogue, command, replay
+from dsv4lib.emulator.sanitize import catalogue, command, launching, replay
 from dsv4lib.emulator.sanitize.command import Wish
 from dsv4lib.emulator.sanitize.report import Report
 from dsv4lib.errors import ArgumentError
@@ -48,7 +49,7 @@ def test_text_prints_the_options_to_repeat_it(tmp_path, capfd):
     target = str(KNOWN["o_over_unread_s"].description())
     command.run(Wish("dsv4 sanitize", target, [], "auto", {"checks": "race"}, replay=True))
     said = capfd.readouterr().err
-    options = re.search(r"  again   dsv4 sanitize (--schedule hold:\S+) \S*o_over_unread_s.toml\n", said)
+    options = re.search(r"  again   dsv4 sanitize (--schedule hold:\S+) --checks race \S*o_over_unread_s.toml\n", said)
     assert options and f"  {options[1]} " in said and "32.0 instead of 16.0" in said
     assert re.search(r"replay: \d+ of \d+ schedules change the result or are wrong\n", said)
 
@@ -114,4 +115,66 @@ def test_a_script_is_not_replayed(tmp_path):
 def test_text_of_the_target_cannot_steer_a_terminal():
     out = io.StringIO()
     Report("a\x1b[2J.toml", [], 0, replay=[replay.Trial("random", 3, "deadlock")]).print(out, "dsv4 sanitize")
-    assert "\x1b" not in out.getvalue() and "--schedule random --seed 3 a?[2J.toml" in out.getvalue()
+    assert "\x1b" not in out.getvalue() and "--schedule random --seed 3 'a?[2J.toml'" in out.getvalue()
+
+
+def _first(tmp_path):
+    """A description whose first run has a race, and what its run gives."""
+    write(tmp_path)
+    return tmp_path / "sum.toml"
+
+
+def test_a_trial_that_cannot_be_run_loses_no_finding(tmp_path, monkeypatch):
+    ran = launching.run
+
+    def refused(*args, **settings):
+        if settings.get("schedule", "round_robin") == "newest_first":
+            raise LaunchError("no such\nlaunch")
+        return ran(*args, **settings)
+
+    monkeypatch.setattr(launching, "run", refused)
+    code, report = run(tmp_path, _first(tmp_path))
+    assert code == 90 and report["findings"] and report["refusal"] == ""
+    (one,) = [trial for trial in report["replay"] if trial["schedule"] == "newest_first"]
+    assert one["unfinished"] == "LaunchError: no such" and one["stopped"] == ""
+
+
+def test_a_limit_of_a_trial_is_no_other_result(tmp_path, monkeypatch, capfd):
+    ran = launching.run
+
+    def limited(*args, **settings):
+        outcome = ran(*args, **settings)
+        if settings.get("schedule", "round_robin") == "newest_first":
+            outcome.stopped = LimitExceeded("too many instructions")
+        return outcome
+
+    target = KNOWN["o_over_unread_s"].description(repaired=True)
+    monkeypatch.setattr(launching, "run", limited)
+    code, report = run(tmp_path, target)
+    found = {trial["schedule"]: trial for trial in report["replay"]}
+    assert code == 0 and found["newest_first"]["stopped"] == ""
+    assert found["newest_first"]["unfinished"] == "not finished within the limit: too many instructions"
+    command.run(Wish("dsv4 sanitize", str(target), [], "auto", {"checks": "race"}, replay=True))
+    said = capfd.readouterr().err
+    assert f"replay: the results are the same under {BUILT_IN - 1} schedules" in said
+    assert re.search(r"--schedule newest_first +not finished within the limit: too many instructions\n", said)
+
+
+def test_the_line_to_repeat_it_has_the_options_of_the_first_run(tmp_path, capfd):
+    one = KNOWN["o_over_unread_s"]
+    ptx = tmp_path / "my kernel.ptx"
+    ptx.write_text(one.source.read_text())
+    settings = {"checks": "sanitize", "time_limit": 60.0, "instruction_limit": 10**6, "memory_limit": None}
+    wish = Wish("dsv4 sanitize", str(ptx), [], "sm_100a", settings, launch=one.description(), replay=True)
+    assert command.run(wish) == 90
+    again = shlex.split(re.search(r"  again   (.*)", capfd.readouterr().err)[1])
+    assert again[:3] == ["dsv4", "sanitize", "--schedule"] and again[3].startswith("hold:")
+    options = ["--arch", "sm_100a", "--launch", str(one.description()), "--time-limit", "60.0"]
+    assert again[4:] == [*options, "--instruction-limit", "1000000", str(ptx)]
+
+
+def test_a_tensor_that_only_differs_is_said_and_changes_no_exit_code(tmp_path):
+    """Nothing is expected of it: which of the results is right is not known."""
+    write(tmp_path, text=DESCRIPTION.replace('fill = "nan"', 'fill = "zeros"'))
+    code, report = run(tmp_path, tmp_path / "sum.toml", settings={"checks": "off"})
+    assert code == 0 and any(trial["changed"] == ["out"] for trial in report["replay"])

@@ -168,7 +168,5 @@ def in_place(case: Case, outcome: Outcome) -> bool:
         error = outcome.error
         lines = {error.place.ptx_line} if error.place else {int(n) for n in re.findall(r"PTX line (\d+)", str(error))}
         return bool(lines & marked)
-    for hazard in outcome.hazards:
-        if hazard.kind in names and hazard.place is not None and hazard.place.ptx_line in marked:
-            return True
-    return False
+    places = [hazard.place for hazard in outcome.hazards if hazard.kind in names]
+    return bool(places) and all(place is not None and place.ptx_line in marked for place in places)

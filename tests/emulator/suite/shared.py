@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsv4lib.emulator.machine.policies import POLICIES
 from tests.emulator.suite.common import BULK, CLUSTER, FENCE, FILL, INIT, PEER, STORE, wait
 from tests.emulator.suite.harness import Case
 
@@ -56,6 +57,14 @@ CASES = {
         "race_shared",
         "@%p2 st.shared.b32 [%r2], 0;\nbar.sync 0;\n@%p3 red.shared.add.u32 [%r2], 1; //!\n<<||bar.sync 0;\n>>"
         "ld.shared.b32 %r20, [%r2]; //!\n" + USE,
+        schedules=tuple(POLICIES),
+    ),
+    "a load after an atomic of its own and of other warps": Case(
+        "race_shared",
+        "@%p1 st.shared.b32 [%r1], 0;\nbar.sync 0;\nand.b32 %r20, %r0, 3;\nshl.b32 %r20, %r20, 2;\n"
+        "add.u32 %r20, %r20, %r2;\natom.shared.add.u32 %r21, [%r20], 1; //!\n<<||bar.sync 0;\n>>@!%p1 bra END;\n"
+        "ld.shared.b32 %r20, [%r1]; //!\n" + USE + "END:\n",
+        threads=128, schedules=tuple(POLICIES),
     ),
     "ldmatrix of what another warp stores": Case(
         "race_shared",

@@ -57,6 +57,26 @@ WG = (
 HOPPER = {"threads": 128, "arch": "sm_90a"}
 ZERO = "wgmma.wait_group.sync.aligned 0;\n"
 
+# Without a fault: products that share columns as they may. Layout F: 64 rows in 16 lanes of every 32.
+NARROW = (
+    "add.u32 %r17, %r20, {};\n@%p2 tcgen05.mma.cta_group::1.kind::f16 [%r17], %rd6, %rd6, "
+    + str(1 << 4 | 8 << 17 | 4 << 24)
+    + ", {};\n"
+)
+SILENT = {
+    "an accumulation onto the left half of a product": Case(
+        "", ALLOC + ZEROS + mma("0", 64) + mma("0", 32, "%p7") + DONE + load(64, "0") + FREE, **WIDE
+    ),
+    "an accumulation onto half a product, then onto all of it": Case(
+        "", ALLOC + ZEROS + mma("0", 64) + mma("32", 32, "%p7") + mma("0", 64, "%p7") + DONE + load(64, "0") + FREE,
+        **WIDE,
+    ),
+    "two products in lanes of their own": Case(
+        "", ALLOC + ZEROS + NARROW.format("0", "%p6") + NARROW.format("0x100020", "%p6") + DONE + load(32, "32") + FREE,
+        **WIDE,
+    ),
+}  # fmt: skip
+
 CASES = {
     "tensor memory that nothing wrote": Case(
         "uninitialised_tmem", ALLOC + "<<||" + PUT + ">>" + LD + " //!\n" + WLD + USE + FREE

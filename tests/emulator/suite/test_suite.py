@@ -6,10 +6,12 @@ import csv
 
 import pytest
 
-from dsv4lib.emulator.checks import KINDS
+from dsv4lib.emulator.checks import KINDS, Hazard
+from dsv4lib.emulator.checks.products import Products
+from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.machine.policies import POLICIES
 from tests.emulator.suite import barriers, far, shared, tensor
-from tests.emulator.suite.harness import caught, in_place, run
+from tests.emulator.suite.harness import Outcome, caught, in_place, run
 
 TABLES = {"shared": shared.CASES, "far": far.CASES, "barriers": barriers.CASES, "tensor": tensor.CASES}
 CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
@@ -29,6 +31,35 @@ def test_the_repaired_twin_is_silent(name):
     for schedule in POLICIES:
         outcome = run(CASES[name], True, schedule)
         assert outcome.error is None and outcome.hazards == [], (schedule, outcome)
+
+
+@pytest.mark.parametrize("name", tensor.SILENT)
+def test_what_looks_like_a_fault_is_none(name):
+    outcome = run(tensor.SILENT[name], False)
+    assert outcome.error is None and outcome.hazards == [], outcome
+
+
+def test_a_report_at_a_line_without_a_mark_is_out_of_place():
+    case = CASES["tensor: a product outside the allocation"]
+    (line,) = case.marked()
+    marked, other = (Hazard(case.kind, "", Place("k", n, "tcgen05.mma")) for n in (line, line + 1))
+    of_another_kind = Hazard("tmem_leak", "", None)
+    assert in_place(case, Outcome([marked, of_another_kind]))
+    for hazards in ([marked, other], [marked, Hazard(case.kind, "", None)], [of_another_kind], []):
+        assert not in_place(case, Outcome(hazards)), hazards
+
+
+@pytest.mark.parametrize(
+    "case", [tensor.SILENT["two products in lanes of their own"], shared.CASES["a load from a peer that has exited"]]
+)
+def test_nothing_of_a_cta_is_kept_after_its_exit(case, monkeypatch):
+    made = []
+    start = Products.__init__
+    monkeypatch.setattr(Products, "__init__", lambda self, machine: (start(self, machine), made.append(machine))[0])
+    run(case, True)
+    race = made[0].race
+    kept = [race._products._cells, race._products._places, race._products._latest, race._peers._gone]
+    assert [len(one) for one in kept] == [0] * 4 and made
 
 
 def test_twins_differ_and_lines_are_marked():

@@ -215,6 +215,7 @@ function cutText(launch) {
   if (cut.kept < cut.events) {
     out.push(`Cut to ${cut.kept.toLocaleString("en")} of ${cut.events.toLocaleString("en")} events: ${cut.shown.length} of ${count(cut.ctas, "CTA")}`);
     if (cut.part) out.push(`of ${launch.ctaName(cut.part.cta)} only the time from ${cut.part.first.toLocaleString("en")} to ${cut.part.last.toLocaleString("en")}`);
+    if (cut.part && cut.part.lost) out.push(`older accesses that still show and are left out: ${cut.part.lost.toLocaleString("en")}`);
   }
   if (launch.raw.left_out) out.push(`launches of the program that are not shown: ${launch.raw.left_out.toLocaleString("en")}`);
   return out.length ? `${out.join("; ")}.` : "";
