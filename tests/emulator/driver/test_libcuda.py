@@ -349,9 +349,11 @@ stream.sync()
 
 @pytest.mark.parametrize(("barrier", "code"), [("", 90), ("__syncthreads();", 0)])
 def test_a_script_that_compiles_by_cuda_core(tmp_path, capfd, barrier, code):
+    """Also where the lab has loaded NVRTC before: its name is taken then."""
     pytest.importorskip("cuda.core")
     try:
         nvrtc.path()
+        nvrtc.library()
     except BackendUnavailable as error:
         pytest.skip(str(error))
     found, _, error = sanitized(tmp_path, capfd, PROGRAM.replace("BARRIER", barrier))
