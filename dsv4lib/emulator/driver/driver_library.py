@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dsv4lib.emulator.driver import libcuda, libnvrtc, script_packages, shared_object
+from dsv4lib.emulator.driver import libcuda, libcuda_contexts, libnvrtc, script_packages, shared_object
 from dsv4lib.emulator.driver import libcuda_calls as _calls  # they fill `libcuda.ENTRIES`
 from dsv4lib.emulator.driver import libcuda_modules as _modules
 from dsv4lib.emulator.driver.on_import import before_import, when_imported
@@ -29,7 +29,7 @@ def patched(folder: str) -> Iterator[None]:
     RUNTIME.refused = None
     before = dict.fromkeys(USERS, lambda: load(folder))
     try:
-        with patches() as patch, script_packages.patched(), before_import(before):
+        with libcuda_contexts.fresh(), patches() as patch, script_packages.patched(), before_import(before):
             with when_imported({libnvrtc.BINDINGS: lambda module: libnvrtc.lead(patch, module, folder)}):
                 yield
         if libcuda.stopped():
