@@ -2,8 +2,9 @@
 
 NVRTC itself needs no GPU; every function leads to the real library but for two. Packages that call it from compiled
 code (cuda.core) cannot be patched in Python, so a library of its name is loaded before them (`shared_object`). Where
-NVRTC itself has been loaded before, its name is taken: cuda.bindings, which asks Python for its handle, gets ours. One
-for nvJitLink has no functions at all: cuda.core then links by the driver, which hands PTX through.
+NVRTC itself has been loaded before, its name is taken: the stand-in has another, and cuda.bindings finds its functions
+among the process's global ones. One for nvJitLink has no functions at all: cuda.core then links by the driver, which
+hands PTX through.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def load(folder: str) -> None:
 
 
 def lead(patch: Patches, module: ModuleType, folder: str) -> None:
-    """Let `BINDINGS` find the stand-in, whose name another library may have."""
+    """Let `BINDINGS` find the stand-in also if it is asked before a package is imported that loads it.
+
+    It asks once in a process, and cuda.core has its functions.
+    """
     original = getattr(module, "load_nvidia_dynamic_lib", None)
     if original is None:
         return  # versions that load NVRTC by its name alone

@@ -3,12 +3,12 @@
 import importlib
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dsv4lib.emulator.driver import script_packages, triton_driver
+from dsv4lib.emulator.driver import libnvrtc, script_packages, triton_driver
 from dsv4lib.emulator.driver.device import active, make
 from dsv4lib.emulator.driver.on_import import before_import, when_imported
 from dsv4lib.emulator.driver.patching import patches
@@ -89,3 +89,18 @@ def test_copies_of_warp_stay_inside_an_allocation(over):
         assert host[0] == there[0] and not host[64]
         with pytest.raises(MemoryFault, match="runs 1 bytes over the end"):
             script_packages._copy(None, None, *addresses.values(), 65)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_bindings_find_the_stand_in_whoever_asks_first(monkeypatch, installed):
+    bindings, kept = ModuleType("nvrtc"), []
+    bindings.load_nvidia_dynamic_lib = original = lambda name: f"their {name}"
+    monkeypatch.setattr(libnvrtc, "_KEPT", kept)
+    monkeypatch.setattr(
+        libnvrtc, "load", lambda folder: kept.append(SimpleNamespace(_handle=folder)) if installed else None
+    )
+    with patches() as patch:
+        libnvrtc.lead(patch, bindings, "folder")
+        found = bindings.load_nvidia_dynamic_lib("nvrtc")
+        assert found._handle_uint == "folder" if installed else found == "their nvrtc"
+    assert bindings.load_nvidia_dynamic_lib is original
