@@ -58,9 +58,9 @@ def load(folder: str) -> None:
 
 
 def lead(patch: Patches, module: ModuleType, folder: str) -> None:
-    """Let `BINDINGS` find the stand-in also if it is asked before a package is imported that loads it.
+    """Let `BINDINGS` find the stand-in, also before a package that loads it is imported.
 
-    It asks once in a process, and cuda.core has its functions.
+    It looks for NVRTC once in a process, and cuda.core takes the functions from it.
     """
     original = getattr(module, "load_nvidia_dynamic_lib", None)
     if original is None:
