@@ -73,17 +73,26 @@ def library() -> tuple[ctypes.CDLL, Path | None]:
     tried = list(candidates())
     for name in tried:
         try:
-            found = ctypes.CDLL(name)
-            found.nvrtcVersion  # noqa: B018  the symbol itself
+            found = opened(name)
         except (OSError, AttributeError):
             continue
-        if "/" not in name:
-            return found, None
+        return found, Path(name).resolve().parent.parent if "/" in name else None
+    raise BackendUnavailable(f"CUDA C++ needs NVRTC, and none of {', '.join(tried)} can be loaded: {INSTALL}")
+
+
+def opened(name: str) -> ctypes.CDLL:
+    """Load one file of NVRTC, and its built-in functions if they lie beside it.
+
+    Raises:
+        OSError: it cannot be loaded. AttributeError: it is no NVRTC.
+    """
+    found = ctypes.CDLL(name)
+    found.nvrtcVersion  # noqa: B018  the symbol itself
+    if "/" in name:
         for builtins in sorted(Path(name).resolve().parent.glob("libnvrtc-builtins.so.*")):
             with suppress(OSError):
                 ctypes.CDLL(str(builtins))
-        return found, Path(name).resolve().parent.parent
-    raise BackendUnavailable(f"CUDA C++ needs NVRTC, and none of {', '.join(tried)} can be loaded: {INSTALL}")
+    return found
 
 
 def version() -> str:

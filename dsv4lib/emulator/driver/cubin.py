@@ -49,7 +49,7 @@ def resources(cubin: bytes, kernel: str) -> Resources:
                 if symbols[symbol] == kernel:
                     found[number] = amount
         return Resources(found[REGISTER_COUNT], found.get(FRAME_SIZE, 0))
-    except (struct.error, KeyError, IndexError) as error:
+    except (struct.error, LookupError, ValueError, OverflowError) as error:
         raise LaunchError(f"the cubin does not say how many registers {kernel} takes") from error
 
 

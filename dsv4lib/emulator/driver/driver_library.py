@@ -6,10 +6,11 @@ import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dsv4lib.emulator.driver import libcuda, libnvrtc, script_packages, shared_object
+from dsv4lib.emulator.driver import libcuda, libcuda_contexts, libnvrtc, script_packages, shared_object
 from dsv4lib.emulator.driver import libcuda_calls as _calls  # they fill `libcuda.ENTRIES`
 from dsv4lib.emulator.driver import libcuda_modules as _modules
-from dsv4lib.emulator.driver.on_import import before_import
+from dsv4lib.emulator.driver.on_import import before_import, when_imported
+from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.errors import DSV4Error
 
@@ -26,9 +27,11 @@ def patched(folder: str) -> Iterator[None]:
         folder: private to this process; the library is written there.
     """
     RUNTIME.refused = None
+    before = dict.fromkeys(USERS, lambda: load(folder))
     try:
-        with script_packages.patched(), before_import(dict.fromkeys(USERS, lambda: load(folder))):
-            yield
+        with libcuda_contexts.fresh(), patches() as patch, script_packages.patched(), before_import(before):
+            with when_imported({libnvrtc.BINDINGS: lambda module: libnvrtc.lead(patch, module, folder)}):
+                yield
         if libcuda.stopped():
             raise RUNTIME.refused  # type: ignore[misc]  # not None
     except BaseException as error:

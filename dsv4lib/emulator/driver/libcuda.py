@@ -22,15 +22,23 @@ from dsv4lib.emulator.errors import EmulatorError, LaunchError, PtxSyntaxError
 from dsv4lib.errors import DSV4Error
 
 SONAME = "libcuda.so.1"
-SUCCESS, INVALID_VALUE, NO_DEVICE, INVALID_PTX, NOT_FOUND, LAUNCH_FAILED, NOT_SUPPORTED = 0, 1, 100, 218, 500, 719, 801
-ENTRIES: dict[str, Any] = {}  # callbacks by name, without version
+SUCCESS, INVALID_VALUE, NO_DEVICE, INVALID_CONTEXT, INVALID_PTX, NOT_FOUND = 0, 1, 100, 201, 218, 500
+LAUNCH_FAILED, NOT_SUPPORTED = 719, 801
+ENTRIES: dict[str, Any] = {}  # callbacks by name, without version but for those in `VERSIONS`
+# Functions whose parameters changed: the form that a version of the API has, the newest first. Source: cudaTypedefs.h.
+VERSIONS: dict[str, tuple[tuple[int, str], ...]] = {
+    "cuCtxCreate": ((12050, "cuCtxCreate_v4"), (11040, "cuCtxCreate_v3"), (0, "cuCtxCreate_v2")),
+    "cuCtxGetDevice": ((13000, "cuCtxGetDevice_v2"), (0, "cuCtxGetDevice")),
+    "cuGetProcAddress": ((12000, "cuGetProcAddress_v2"), (0, "cuGetProcAddress")),
+    "cuStreamGetCtx": ((12050, "cuStreamGetCtx_v2"), (0, "cuStreamGetCtx")),
+}
 SPARE = tuple(f"dsv4_spare_{i}" for i in range(1024))  # names for functions that are not here
 P, I, U8, U16, U32, U64, SIZE = (
     ctypes.c_void_p, ctypes.c_int, ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t,
 )  # fmt: skip
 C = ctypes.c_char_p
 _TEXTS: dict[str, Any] = {}  # texts that C code keeps pointers to
-_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
+_VERSION, _STREAM = re.compile(r"_v\d+$"), re.compile(r"_(ptsz|ptds)$")
 _MISSING: dict[str, tuple[str, Any]] = {}  # of functions that are not here: the spare name and the callback
 LOADED: list[ctypes.CDLL] = []
 
@@ -39,7 +47,9 @@ def entry(name: str, *types: Any, release: bool = False) -> Callable[[Callable[.
     """Decorate the server of the driver's function ``name``, whose parameters have the ctypes ``types``.
 
     It returns None, or a status. ``release``: succeeds also without a device: destructors run when all is over.
+    A null pointer is 0, as a handle is.
     """
+    pointers = [kind is P for kind in types]
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any) -> int:
@@ -48,7 +58,8 @@ def entry(name: str, *types: Any, release: bool = False) -> Callable[[Callable[.
             if stopped() and not release:
                 return LAUNCH_FAILED
             try:
-                return function(*args) or SUCCESS
+                given = (0 if a is None and pointer else a for a, pointer in zip(args, pointers, strict=True))
+                return function(*given) or SUCCESS
             except BaseException as error:  # also KeyboardInterrupt: it must not be lost
                 return refuse(error)
 
@@ -79,7 +90,7 @@ def succeed(*names: str, release: bool = False) -> None:
 
 def queue(stream: int | None) -> int:
     """Get the handle of a stream; those of the legacy default and of each thread are the default one."""
-    return 0 if stream in (None, 1, 2) else stream  # type: ignore[return-value]
+    return 0 if stream in (None, 0, 1, 2) else stream  # type: ignore[return-value]
 
 
 def stopped() -> bool:
@@ -105,18 +116,25 @@ def status_of(error: BaseException) -> int:
     return LAUNCH_FAILED
 
 
-def served(name: str) -> str | None:
-    """Find the name under which a function is served: its own, or that without version. None: it is not here."""
+def served(name: str, version: int | None = None) -> str | None:
+    """Find the name under which a function is served: its own, or that without version. None: it is not here.
+
+    Args:
+        version: of the API, as 12050; a name without one means the newest form that this version has.
+    """
+    if version is not None and name in VERSIONS:
+        return next(form for since, form in VERSIONS[name] if version >= since)
+    name = _STREAM.sub("", name)
     plain = _VERSION.sub("", name)
-    return name if name in ENTRIES else plain if plain in ENTRIES else None
+    return name if name in ENTRIES else plain if plain in ENTRIES and plain not in VERSIONS else None
 
 
-def address(name: str) -> int:
+def address(name: str, version: int | None = None) -> int:
     """Find the address of a driver function; of one that is not here, of a function that refuses.
 
     It lies in the library, not in this process's Python: packages keep it and call it when Python is gone.
     """
-    known = served(name)
+    known = served(name, version)
     (library,) = LOADED
     if known is not None:
         return shared_object.address_of(library, known)

@@ -1,4 +1,4 @@
-"""The functions of the driver library: devices, contexts, memory, streams and events.
+"""The functions of the driver library: devices, memory, streams and events.
 
 Names are those of cuda.h without version, the parameters are those of the newest version. What is not here answers
 CUDA_ERROR_NOT_SUPPORTED, and its name is in the error (`libcuda.address`). Source: CUDA driver API reference.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from dsv4lib.emulator.driver import cuda_api, libcuda
+from dsv4lib.emulator.driver import cuda_api, libcuda, unified
 from dsv4lib.emulator.driver.cuda_api import DRIVER_VERSION, Stream, properties
 from dsv4lib.emulator.driver.libcuda import (
     INVALID_VALUE,
@@ -35,12 +35,10 @@ from dsv4lib.errors import ArgumentError
 
 POOL = 0x20  # handle of the one pool of memory
 STREAM_FLAGS, STREAM_ID = 1, 1  # non-blocking
-CONTEXT_API = 3020
 MEMORY_TYPE, DEVICE_POINTER, HOST_POINTER, IS_MANAGED, ORDINAL, BUFFER_ID = 2, 3, 4, 8, 9, 7  # CUpointer_attribute
 RANGE_START, RANGE_SIZE, MAPPED, POINTER_CONTEXT = 11, 12, 13, 1
 DEVICE_MEMORY = 2  # CUmemorytype
 FEATURES = (42, *range(84, 160), 50)  # CUdevice_attribute
-_CURRENT = {"context": 0}
 _HOST: set[int] = set()  # addresses of pinned memory
 
 
@@ -80,10 +78,9 @@ def find_function_first(name: bytes, out: int, version: int, _flags: int) -> Non
 
 
 @entry("cuGetProcAddress_v2", C, P, I, U64, P)
-def find_function(name: bytes, out: int, _version: int, _flags: int, status: int | None) -> None:
-    """Find a function by name; all names have one."""
-    wanted = name.decode()
-    put(out, P, libcuda.address("cuGetProcAddress_v2" if wanted == "cuGetProcAddress" else wanted))
+def find_function(name: bytes, out: int, version: int, _flags: int, status: int | None) -> None:
+    """Find a function by name, as it is in a version of the API; all names have one."""
+    put(out, P, libcuda.address((name or b"").decode(errors="replace"), version))
     put(status, I, 0)
 
 
@@ -93,7 +90,7 @@ def export_table(_out: int, _number: int) -> int:
     raise LaunchError("the emulated driver has no cuGetExportTable: code that contains the CUDA runtime cannot use it")
 
 
-# Devices and contexts.
+# Devices.
 
 
 @entry("cuDeviceGetCount", P)
@@ -109,29 +106,38 @@ def device_get(out: int, index: int) -> None:
 
 
 @entry("cuDeviceGetName", P, I, I)
-def device_name(out: int, size: int, _device: int) -> None:
+def device_name(out: int, size: int, device: int) -> None:
     """Get a device's name."""
-    name = properties().name.encode()[: size - 1] + b"\0"
-    ctypes.memmove(out, name, len(name))
+    RUNTIME.sibling(device)
+    _put_text(out, size, properties().name)
+
+
+def _put_text(out: int, size: int, text: str) -> None:
+    """Write a text, cut off where it does not fit."""
+    if size < 1:
+        raise ArgumentError("len", size, "at least 1")
+    raw = text.encode()[: size - 1] + b"\0"
+    ctypes.memmove(out, raw, len(raw))
 
 
 @entry("cuDeviceGetUuid", P, I)
 def device_uuid(out: int, device: int) -> None:
     """Get 16 bytes that tell devices apart."""
-    ctypes.memmove(out, b"emulated device" + bytes([device]), 16)
+    ctypes.memmove(out, b"emulated device" + bytes([RUNTIME.sibling(device).index]), 16)
 
 
 @entry("cuDeviceTotalMem", P, I)
-def total_memory(out: int, _device: int) -> None:
+def total_memory(out: int, device: int) -> None:
     """Get the memory of the product."""
-    put(out, SIZE, RUNTIME.device().arch.memory_bytes)
+    put(out, SIZE, RUNTIME.sibling(device).arch.memory_bytes)
 
 
 @entry("cuDeviceGetAttribute", P, I, I)
 def device_attribute(out: int, number: int, device: int) -> int:
     """Get a property. Features without a value here are not supported: 0; of limits, the status says so."""
+    gpu = RUNTIME.sibling(device)
     try:
-        value = 0 if number in RUNTIME.hidden else RUNTIME.sibling(device).attribute(number)
+        value = 0 if number in RUNTIME.hidden else gpu.attribute(number)
     except LaunchError:
         if number not in FEATURES:
             return INVALID_VALUE
@@ -143,94 +149,13 @@ def device_attribute(out: int, number: int, device: int) -> int:
 @entry("cuDeviceGetPCIBusId", P, I, I)
 def bus_id(out: int, size: int, device: int) -> None:
     """Get an address on a bus."""
-    name = f"0000:{device + 1:02x}:00.0".encode()[: size - 1] + b"\0"
-    ctypes.memmove(out, name, len(name))
+    _put_text(out, size, f"0000:{RUNTIME.sibling(device).index + 1:02x}:00.0")
 
 
 @entry("cuDeviceCanAccessPeer", P, I, I)
 def can_access_peer(out: int, _device: int, _peer: int) -> None:
     """Say no: only symmetric memory is shared."""
     put(out, I, 0)
-
-
-@entry("cuDevicePrimaryCtxGetState", I, P, P)
-def primary_state(_device: int, flags: int, active: int) -> None:
-    """Say that the context is there."""
-    put(flags, U32, 0)
-    put(active, I, 1)
-
-
-@entry("cuDevicePrimaryCtxRetain", P, I)
-def primary_retain(out: int, device: int) -> None:
-    """Get a device's context."""
-    put(out, P, CONTEXT + device)
-
-
-@entry("cuCtxGetCurrent", P, release=True)
-def context_current(out: int) -> None:
-    """Get the current context, 0 before one is made so."""
-    put(out, P, _CURRENT["context"])
-
-
-@entry("cuCtxSetCurrent", P, release=True)
-def context_set(context: int | None) -> None:
-    """Make a context the current one, and its device."""
-    _CURRENT["context"] = context or 0
-    if context and RUNTIME.devices:
-        RUNTIME.select(context - CONTEXT)
-
-
-entry("cuCtxPushCurrent", P, release=True)(context_set)
-
-
-@entry("cuCtxPopCurrent", P, release=True)
-def context_pop(out: int) -> None:
-    """Get the current context."""
-    put(out, P, _CURRENT["context"])
-
-
-@entry("cuCtxCreate", P, P, U32, I)
-def context_create(out: int, _parameters: int, _flags: int, device: int) -> None:
-    """Get the one context that a device has, and make it current."""
-    context_set(CONTEXT + device)
-    put(out, P, CONTEXT + device)
-
-
-@entry("cuCtxGetDevice", P)
-def context_device(out: int) -> None:
-    """Get the current device."""
-    put(out, I, RUNTIME.device().index)
-
-
-@entry("cuCtxGetStreamPriorityRange", P, P)
-def priorities(least: int, greatest: int) -> None:
-    """Get the range of priorities of a stream."""
-    put(least, I, 0)
-    put(greatest, I, -5)
-
-
-@entry("cuCtxGetApiVersion", P, P)
-def api_version(_context: int, out: int) -> None:
-    """Get a context's version."""
-    put(out, U32, CONTEXT_API)
-
-
-@entry("cuCtxGetId", P, P)
-def context_id(context: int | None, out: int) -> None:
-    """Get a context's number."""
-    put(out, U64, context or _CURRENT["context"])
-
-
-def _synchronize(*_args: Any) -> None:
-    """Wait for everything that is queued."""
-    RUNTIME.synchronize()
-
-
-for _name in ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize"):
-    entry(_name, P)(_synchronize)
-succeed("cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset", "cuDevicePrimaryCtxSetFlags", release=True)
-succeed("cuCtxDestroy", "cuCtxSetLimit", release=True)
-succeed("cuCtxSetCacheConfig", "cuProfilerStart", "cuProfilerStop")
 
 
 # Memory.
@@ -277,9 +202,12 @@ entry("cuMemAllocHost", P, SIZE)(host_allocate)
 @entry("cuMemFreeHost", P, release=True)
 def host_release(address: int | None) -> None:
     """Free host memory."""
-    if address in _HOST:
-        _HOST.remove(address)
-        cuda_api.free(address)
+    if not address:
+        return
+    if address not in _HOST:
+        raise ArgumentError("p", hex(address), "pinned memory that is not freed yet")
+    _HOST.remove(address)
+    cuda_api.free(address)
 
 
 @entry("cuMemHostGetDevicePointer", P, P, U32)
@@ -291,16 +219,9 @@ def host_pointer(out: int, address: int, _flags: int) -> None:
 @entry("cuMemGetAddressRange", P, P, U64)
 def address_range(start: int, nbytes: int, address: int) -> None:
     """Get the allocation that an address lies in."""
-    found = _allocation(address)
+    found = unified.allocation(address).allocation
     put(start, U64, found.start)
     put(nbytes, SIZE, found.nbytes)
-
-
-def _allocation(address: int) -> Any:
-    found = RUNTIME.device().gmem.find(address)
-    if found is None:
-        raise ArgumentError("dptr", hex(address), "an address of device memory")
-    return found
 
 
 @entry("cuPointerGetAttributes", U32, P, P, U64)
@@ -315,23 +236,24 @@ def pointer_attributes(count: int, numbers: int, out: int, address: int) -> None
 @entry("cuPointerGetAttribute", P, I, U64)
 def pointer_attribute(out: int, number: int, address: int) -> None:
     """Get a property of an address of device memory."""
-    _allocation(address)
+    unified.allocation(address)
     _pointer_attribute(out, number, address)
 
 
 def _pointer_attribute(out: int | None, number: int, address: int) -> None:
-    found = RUNTIME.device().gmem.find(address)
+    found = unified.find(address)
     here = found is not None
+    start, nbytes = (found.allocation.start, found.allocation.nbytes) if found else (0, 0)
     kinds: dict[int, tuple[Any, int]] = {
-        POINTER_CONTEXT: (U64, CONTEXT if here else 0),
+        POINTER_CONTEXT: (U64, CONTEXT + found.ordinal if found else 0),
         MEMORY_TYPE: (U32, DEVICE_MEMORY if here else 0),
         DEVICE_POINTER: (U64, address if here else 0),
         HOST_POINTER: (U64, address if address in _HOST else 0),
-        BUFFER_ID: (U64, found.start if found else 0),
+        BUFFER_ID: (U64, start),
         IS_MANAGED: (U8, 0),
-        ORDINAL: (I, RUNTIME.device().index if here else -2),
-        RANGE_START: (U64, found.start if found else 0),
-        RANGE_SIZE: (SIZE, found.nbytes if found else 0),
+        ORDINAL: (I, found.ordinal if found else -2),
+        RANGE_START: (U64, start),
+        RANGE_SIZE: (SIZE, nbytes),
         MAPPED: (U8, int(here)),
     }
     if number not in kinds:
@@ -368,27 +290,19 @@ succeed("cuMemPoolDestroy", release=True)
 
 
 def _copy(target: int, source: int, nbytes: int, *_stream: Any) -> None:
-    """Copy; addresses of device memory must be such."""
-    if nbytes:
-        cuda_api.copy(target, source, nbytes)
+    unified.copy(target, source, nbytes)
 
 
 def _to_device(target: int, source: int, nbytes: int, *_stream: Any) -> None:
-    RUNTIME.synchronize()
-    RUNTIME.device().gmem.view(target, nbytes, write=True)
-    _copy(target, source, nbytes)
+    unified.copy(target, source, nbytes, to=True)
 
 
 def _to_host(target: int, source: int, nbytes: int, *_stream: Any) -> None:
-    RUNTIME.synchronize()
-    RUNTIME.device().gmem.view(source, nbytes)
-    _copy(target, source, nbytes)
+    unified.copy(target, source, nbytes, of=True)
 
 
 def _on_device(target: int, source: int, nbytes: int, *_stream: Any) -> None:
-    RUNTIME.synchronize()
-    RUNTIME.device().gmem.view(source, nbytes)
-    _to_device(target, source, nbytes)
+    unified.copy(target, source, nbytes, to=True, of=True)
 
 
 for _suffix, _stream in (("", ()), ("Async", (P,))):
@@ -403,7 +317,7 @@ def _fill(kind: Any) -> Any:
         if count:
             RUNTIME.synchronize()
             nbytes = count * ctypes.sizeof(kind)
-            RUNTIME.device().gmem.view(target, nbytes, write=True).view(kind)[:] = value
+            unified.view(target, nbytes).view(kind)[:] = value
 
     return fill
 
@@ -456,6 +370,13 @@ def stream_id(stream: int | None, out: int) -> None:
 def stream_context(_stream: int, out: int) -> None:
     """Get a stream's context."""
     put(out, P, CONTEXT + RUNTIME.device().index)
+
+
+@entry("cuStreamGetCtx_v2", P, P, P)
+def stream_contexts(stream: int, out: int, green: int) -> None:
+    """Get a stream's context; it has no green one."""
+    stream_context(stream, out)
+    put(green, P, 0)
 
 
 @entry("cuStreamGetDevice", P, P)

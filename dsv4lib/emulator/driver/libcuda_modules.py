@@ -62,7 +62,7 @@ entry("cuLibraryUnload", P, release=True)(unload)
 def get_function(out: int, library: int, name: bytes) -> int:
     """Find a kernel of a module."""
     module = RUNTIME.libraries.get(library)
-    if module is not None and name.decode() not in module.kernels:
+    if module is not None and (name or b"").decode(errors="replace") not in module.kernels:
         return NOT_FOUND  # packages ask whether there is one
     put(out, P, modules.kernel_handle(library, name))
     return 0
@@ -243,17 +243,32 @@ def link_add(link: int, kind: int, data: int, nbytes: int, _name: bytes, *_optio
     """Take PTX."""
     if kind != PTX_INPUT:
         raise LaunchError(f"the emulated driver links PTX alone, not input of kind {kind} of CUjitInputType")
-    _LINKS[link].append(ctypes.string_at(data, nbytes).rstrip(b"\0") + b"\0")
+    parts = _linked(link)
+    if not data:
+        raise ArgumentError("data", data, "the address of PTX")
+    parts.append(ctypes.string_at(data, nbytes).rstrip(b"\0") + b"\0")
+
+
+def _linked(link: int) -> list[Any]:
+    """What a linker was given.
+
+    Raises:
+        ArgumentError: there is no such linker.
+    """
+    if link not in _LINKS:
+        raise ArgumentError("state", hex(link), "what cuLinkCreate returned and is not destroyed yet")
+    return _LINKS[link]
 
 
 @entry("cuLinkComplete", P, P, P)
 def link_complete(link: int, out: int, nbytes: int) -> None:
     """Hand back the PTX: it is loaded as a cubin would be."""
-    if len(_LINKS[link]) != 1:
-        raise LaunchError(f"the emulated driver links one file of PTX, not {len(_LINKS[link])}")
-    (image,) = _LINKS[link]
+    parts = _linked(link)
+    if len(parts) != 1:
+        raise LaunchError(f"the emulated driver links one file of PTX, not {len(parts)}")
+    (image,) = parts
     buffer = ctypes.create_string_buffer(image, len(image))
-    _LINKS[link].append(buffer)  # kept until the link is destroyed
+    parts.append(buffer)  # kept until the link is destroyed
     put(out, P, ctypes.addressof(buffer))
     put(nbytes, SIZE, len(image))
 

@@ -13,27 +13,35 @@ from typing import Any
 Action = Callable[[ModuleType], None]
 
 
-class _Loader:
-    """A module's own loader; after it has run, the module is handed to an action."""
+def _nothing(*_args: Any) -> None:
+    """Do nothing."""
 
-    def __init__(self, original: Any, action: Action):
-        self._original, self._action = original, action
+
+class _Loader:
+    """A module's own loader; ``before`` is called ahead of it, and afterwards the module is handed to ``after``."""
+
+    def __init__(self, original: Any, before: Callable[[], None], after: Action):
+        self._original, self._before, self._after = original, before, after
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as its own loader does."""
+        """Make the module as its own loader does; compiled modules load their libraries here."""
+        self._before()
         return self._original.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module, then the action."""
         self._original.exec_module(module)
-        self._action(module)
+        self._after(module)
 
 
 class _Finder:
-    """Finds modules where the other finders do; ``before`` they are run and ``after`` it, actions are called."""
+    """Finds modules where the other finders do; ``before`` they are made and ``after`` they ran, actions are called.
+
+    To look for a module, without importing it, calls nothing.
+    """
 
     def __init__(self, before: Mapping[str, Callable[[], None]], after: Mapping[str, Action]):
         self._before, self._after = before, after
@@ -48,10 +56,9 @@ class _Finder:
             spec = importlib.util.find_spec(name)
         finally:
             self._looking.discard(name)
-        if spec is not None and name in self._before:
-            self._before[name]()
-        if spec is not None and spec.loader is not None and name in self._after:
-            spec.loader = _Loader(spec.loader, self._after[name])
+        if spec is not None and spec.loader is not None:
+            before, after = self._before.get(name, _nothing), self._after.get(name, _nothing)
+            spec.loader = _Loader(spec.loader, before, after)
         return spec
 
 

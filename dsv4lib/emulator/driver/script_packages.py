@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from dsv4lib.emulator.driver import cuda_api
+from dsv4lib.emulator.driver import cuda_api, unified
 from dsv4lib.emulator.driver.on_import import when_imported
 from dsv4lib.emulator.driver.patching import Patches, patches
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -75,7 +75,7 @@ def _warp_config(patch: Patches, module: ModuleType) -> None:
 
 def _warp(patch: Patches, module: ModuleType) -> None:
     """Serve what Warp's native library does by the CUDA runtime."""
-    RUNTIME.hidden.add(MEMORY_POOLS)
+    patch.set(RUNTIME, "hidden", RUNTIME.hidden | {MEMORY_POOLS})
     patch.around(module.Runtime, "load_dll", lambda original, runtime, path: WarpLibrary(original(runtime, path)))
 
 
@@ -118,8 +118,7 @@ def _free_pinned(real: Any, address: int) -> None:
 
 
 def _copy(_real: Any, _context: Any, target: int, source: int, nbytes: int, *_stream: Any) -> bool:
-    if nbytes:
-        cuda_api.copy(_number(target), _number(source), nbytes)
+    unified.copy(_number(target), _number(source), nbytes)
     return True
 
 
@@ -130,14 +129,14 @@ def _copy_between(real: Any, _to: Any, target: int, _of: Any, source: int, nbyte
 def _fill(_real: Any, _context: Any, target: int, value: int, nbytes: int, *_stream: Any) -> None:
     if nbytes:
         RUNTIME.synchronize()
-        RUNTIME.device().gmem.view(_number(target), nbytes, write=True)[:] = value & 0xFF
+        unified.view(_number(target), nbytes)[:] = value & 0xFF
 
 
 def _repeat(_real: Any, _context: Any, target: int, source: Any, nbytes: int, count: int, *_stream: Any) -> None:
     """Write a value ``count`` times."""
     if nbytes * count:
         RUNTIME.synchronize()
-        view = RUNTIME.device().gmem.view(_number(target), nbytes * count, write=True)
+        view = unified.view(_number(target), nbytes * count)
         view.reshape(count, nbytes)[:] = list(ctypes.string_at(_number(source), nbytes))
 
 

@@ -59,7 +59,7 @@ def patched() -> Iterator[None]:
 
 def _drive(patch: Patches, module: ModuleType) -> None:
     """Make Triton's driver ours; a driver that it has found before comes back afterwards."""
-    patch.set(module, "_create_driver", _driver)
+    patch.set(module, "_create_driver", lambda: _driver(patch))
     for name in ("_default", "_active"):
         patch.set(module.driver, name, None)
 
@@ -109,7 +109,7 @@ class DeviceNumber(int):
         return int.__hash__(self)
 
 
-def _driver() -> Any:
+def _driver(patch: Patches) -> Any:
     """Make Triton's CUDA driver with our utilities.
 
     Raises:
@@ -125,8 +125,9 @@ def _driver() -> Any:
             f"(it has no {missing[0]}): pip install triton==3.9.0"
         )
     # What Triton's launcher takes from the C module that it would compile.
-    nvidia.PyKernelArg, nvidia.PyCUtensorMap = KernelArgument, TensorMapArgument
-    nvidia.ARG_KERNEL, nvidia.ARG_TUPLE, nvidia.ARG_CONSTEXPR = KERNEL, TUPLE, CONSTEXPR
+    taken = {"PyKernelArg": KernelArgument, "PyCUtensorMap": TensorMapArgument}
+    for name, value in (taken | {"ARG_KERNEL": KERNEL, "ARG_TUPLE": TUPLE, "ARG_CONSTEXPR": CONSTEXPR}).items():
+        patch.set(nvidia, name, value)
 
     class Driver(nvidia.CudaDriver):
         """Triton's own driver; its native part is `Utilities`."""

@@ -59,7 +59,7 @@ class Collector:
         if trace is not None:
             self._keep(Kept(self.launches + 1, trace, error.hazards, stopped=error))
             self.device.trace = None
-        self.launches += 1
+            self.launches += 1
 
     def _keep(self, new: Kept) -> None:
         self.kept.append(new)

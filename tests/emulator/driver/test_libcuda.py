@@ -14,7 +14,16 @@ import pytest
 pytest.importorskip("cutlass.cute")
 
 from dsv4lib import emulator, nvrtc
-from dsv4lib.emulator.driver import cubin, libcuda, libcuda_calls, libcuda_modules, script_packages, shared_object  # noqa: F401
+from dsv4lib.emulator.driver import (
+    cubin,
+    libcuda,
+    libcuda_calls,
+    libcuda_contexts,
+    libcuda_modules,  # noqa: F401
+    script_packages,
+    shared_object,
+)
+from dsv4lib.emulator.driver.modules import CONTEXT
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError, MemoryFault
 from dsv4lib.emulator.sanitize import command
@@ -24,7 +33,7 @@ from tests.emulator.driver.test_driver_api import COUNT, NAME, SHIFT
 from tests.emulator.gpu.test_gpu import SCALE
 
 ROOT = Path(__file__).resolve().parents[3]
-INVALID, INVALID_PTX, NOT_FOUND, FAILED, NO_DEVICE = 1, 218, 500, 719, 100
+INVALID, INVALID_PTX, NOT_FOUND, FAILED, NO_DEVICE, INVALID_CONTEXT = 1, 218, 500, 719, 100, 201
 
 
 @pytest.fixture
@@ -148,15 +157,20 @@ def test_memory(gpu):
     pinned = out("cuMemHostAlloc", 64, 0)
     assert out("cuMemHostGetDevicePointer", pinned, 0) == pinned
     call("cuMemFreeHost", pinned)
+    call("cuMemFreeHost", pinned, status=INVALID)
     call("cuMemFreeAsync", b, 0)
     call("cuMemFree", b, status=INVALID)
 
 
-@pytest.mark.parametrize("name", ["cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemsetD8"])
+@pytest.mark.parametrize(
+    "name", ["cuMemcpy", "cuMemcpyAsync", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemsetD8"]
+)
 def test_host_functions_that_leave_an_allocation_are_stopped(gpu, name):
     x = np.zeros(64, np.uint8)
     there, other = allocated(x), allocated(np.zeros(128, np.uint8))
     args = {
+        "cuMemcpy": (x.ctypes.data, there, 65),
+        "cuMemcpyAsync": (there, np.zeros(65, np.uint8).ctypes.data, 65, 0),
         "cuMemcpyHtoD": (there, x.ctypes.data, 65),
         "cuMemcpyDtoH": (x.ctypes.data, there, 65),
         "cuMemcpyDtoD": (other, there, 65),
@@ -178,14 +192,81 @@ def test_devices_and_contexts(gpu):
     assert out("cuDeviceGetAttribute", 102, 0, kind=ctypes.c_int) == 0  # a feature: no
     call("cuDeviceGetAttribute", ctypes.addressof(ctypes.c_int()), 21, 0, status=INVALID)  # a limit: not known
     call("cuDeviceGet", ctypes.addressof(ctypes.c_int()), 1, status=INVALID)
-    call("cuCtxSetCurrent", None)
-    assert out("cuCtxGetCurrent") == 0
-    context = out("cuDevicePrimaryCtxRetain", 0)
-    call("cuCtxPushCurrent", context)
-    assert out("cuCtxGetCurrent") == out("cuCtxPopCurrent") == context
     status = ctypes.c_void_p()
     call("cuGetErrorName", FAILED, ctypes.addressof(status))
     assert ctypes.string_at(status.value) == b"CUDA_ERROR_LAUNCH_FAILED"
+
+
+def test_contexts_are_a_stack():
+    with emulator.devices(3, "sm_90a") as gpus:
+        with libcuda_contexts.fresh():
+            call("cuCtxPopCurrent", None, status=INVALID_CONTEXT)
+            contexts = [out("cuDevicePrimaryCtxRetain", i) for i in range(3)]
+            call("cuCtxSetCurrent", contexts[2])
+            call("cuCtxPushCurrent", contexts[1])
+            assert out("cuCtxCreate", 0, 0) == out("cuCtxGetCurrent") == contexts[0]
+            call("cuCtxDestroy", contexts[0])
+            assert out("cuCtxGetDevice", kind=ctypes.c_int) == RUNTIME.device().index == 1
+            assert out("cuCtxPopCurrent") == contexts[1]
+            assert out("cuCtxGetCurrent") == contexts[2] and RUNTIME.device() is gpus[2]
+            call("cuCtxSetCurrent", contexts[0])  # in its place
+            assert out("cuCtxPopCurrent") == contexts[0] and out("cuCtxGetCurrent") == 0
+            call("cuCtxSetCurrent", contexts[2])
+            call("cuCtxSetCurrent", None)
+            assert out("cuCtxGetCurrent") == 0
+            call("cuCtxPushCurrent", contexts[1])
+        assert out("cuCtxGetCurrent") == 0
+    RUNTIME.refused = None
+
+
+def test_functions_have_the_parameters_of_their_version(gpu):
+    for version, name in ((11000, "_v2"), (11040, "_v3"), (12049, "_v3"), (13000, "_v4")):
+        assert libcuda.served("cuCtxCreate", version) == libcuda.served(f"cuCtxCreate{name}") == f"cuCtxCreate{name}"
+    assert libcuda.served("cuCtxCreate_v9") is None
+    assert libcuda.served("cuMemAlloc_v2") == libcuda.served("cuMemAlloc_ptsz", 12000) == "cuMemAlloc"
+    assert libcuda.served("cuStreamGetCtx", 12040) == "cuStreamGetCtx" == libcuda.served("cuStreamGetCtx_ptsz")
+    for name, middle in (("", (7,)), ("_v2", (7,)), ("_v3", (None, 0, 7)), ("_v4", (None, 7))):
+        assert out(f"cuCtxCreate{name}", *middle, 0) == CONTEXT
+        call(f"cuCtxCreate{name}", None, *middle, 1, status=INVALID)  # no such device
+    assert out("cuCtxGetDevice_v2", CONTEXT, kind=ctypes.c_int) == 0
+    context, green = ctypes.c_uint64(), ctypes.c_uint64(5)
+    call("cuStreamGetCtx_v2", 0, ctypes.addressof(context), ctypes.addressof(green))
+    assert (context.value, green.value) == (CONTEXT, 0)
+
+
+def test_what_does_not_exist_is_refused_and_stops_nothing(gpu):
+    buffer = ctypes.create_string_buffer(16)
+    room = ctypes.addressof(buffer)
+    call("cuDeviceGetUuid", room, -1, status=INVALID)
+    call("cuDeviceGetAttribute", room, 102, 1, status=INVALID)
+    call("cuDeviceGetName", room, 0, 0, status=INVALID)
+    call("cuLinkAddData", 5, 1, room, 1, b"", 0, None, None, status=INVALID)
+    call("cuLinkComplete", 5, room, None, status=INVALID)
+    call("cuLaunchKernel", None, 1, 1, 1, 1, 1, 1, 0, None, None, None, status=INVALID)
+    call("cuEventRecord", None, None, status=INVALID)
+    call("cuModuleGetFunction", room, None, b"\xff", status=INVALID)
+    call("cuMemcpy", 0, room, 4, status=INVALID)
+    call("cuEventDestroy", None)
+    assert out("cuMemAlloc", 64)
+
+
+def test_memory_of_a_device_that_is_not_the_current_one():
+    x = np.arange(16, dtype=np.float32)
+    with emulator.devices(2, "sm_90a") as gpus:
+        here = allocated(x)
+        with gpus.on(1):
+            there = allocated(2 * x)
+        assert np.array_equal(read(there, x), 2 * x)
+        call("cuMemcpyDtoD", here, there, 32)
+        call("cuMemsetD8", there, 0, 4)
+        assert read(here, x)[:9].tolist() == [*range(0, 16, 2), 8] and read(there, x)[0] == 0
+        shared = gpus.symmetric(4)
+        for address, device in ((here, 0), (there, 1), (shared[0].ctypes.data, 0), (shared[1].ctypes.data, 1)):
+            assert out("cuPointerGetAttribute", 9, address, kind=ctypes.c_int) == device
+            assert out("cuPointerGetAttribute", 1, address) == CONTEXT + device
+        call("cuMemcpyDtoH", x.ctypes.data, there + 4, 64, status=FAILED)
+        assert "runs 4 bytes over the end" in str(RUNTIME.refused)
+        RUNTIME.refused = None
 
 
 def test_streams_and_events(gpu):
@@ -261,7 +342,14 @@ def test_the_library_for_the_other_machine():
 
 
 def test_a_cubin_without_the_kernel_is_refused():
-    for image in (b"", b"\x7fELF" + bytes(60)):
+    unnamed = bytearray(64 + 64)  # one section, whose name has no end
+    struct.pack_into("<Q", unnamed, 0x28, 64)
+    struct.pack_into("<HHH", unnamed, 0x3A, 64, 1, 0)
+    unnamed[64:] = b"\1" * 64
+    struct.pack_into("<I", unnamed, 64, 0)
+    struct.pack_into("<Q", unnamed, 64 + 24, 120)
+    undecodable = unnamed[:120] + b"\xff\xff\0"
+    for image in (b"", b"\x7fELF" + bytes(60), bytes(unnamed), bytes(undecodable)):
         with pytest.raises(LaunchError, match="how many registers"):
             cubin.resources(image, "k")
 
@@ -349,9 +437,11 @@ stream.sync()
 
 @pytest.mark.parametrize(("barrier", "code"), [("", 90), ("__syncthreads();", 0)])
 def test_a_script_that_compiles_by_cuda_core(tmp_path, capfd, barrier, code):
+    """Also where the lab has loaded NVRTC before: its name is taken then."""
     pytest.importorskip("cuda.core")
     try:
         nvrtc.path()
+        nvrtc.library()
     except BackendUnavailable as error:
         pytest.skip(str(error))
     found, _, error = sanitized(tmp_path, capfd, PROGRAM.replace("BARRIER", barrier))
