@@ -22,11 +22,12 @@ import hashlib
 import json
 import os
 import threading
-import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsv4lib import backends, env, nvrtc
@@ -34,7 +35,8 @@ from dsv4lib.dsl.compile import Compiled
 from dsv4lib.dsl.cpp import CppKernel, code_of, compile_cpp, headers, pack, tensors
 from dsv4lib.errors import ArgumentError
 from dsv4lib.folders import cache_root, own_folder
-from dsv4lib.ops.common import compile_cache, cpp_native, launching
+from dsv4lib.ops.common import compile_cache, cpp_native, launching, plans
+from dsv4lib.ops.common.overlap import Overlaps
 
 MAGIC = b"DSV4 CUDA C++ 1\n"
 BACK_ENDS = ("auto", "native", "emulator")
@@ -53,13 +55,32 @@ class Grid(NamedTuple):
 def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = launching.ARCHS) -> str:
     """Choose the back end of a kernel in CUDA C++, on whose device ``x`` must be.
 
+    On an emulated device, memory that is said to be on a GPU is the CPU's, as the body of an op sees it.
+
     Raises:
         ArgumentError: it is not, or ``backend`` is none that runs kernels.
         BackendUnavailable: it cannot run here.
     """
     if backend not in BACK_ENDS:
         raise ArgumentError("backend", backend, "one of " + ", ".join(BACK_ENDS) + ": the oracle is the op's")
-    return launching.resolve(backend, name, x, archs)
+    with torch._C.DisableTorchFunction():  # torch leaves its function modes, too, before it calls the body of an op
+        return launching.resolve(backend, name, x, archs)
+
+
+def check_memory(written: Sequence[str], **given: Tensor) -> None:
+    """Check tensors of a kernel that no op has as `plans.Op` checks those of a call.
+
+    Args:
+        written: names of outputs. given: all tensors, by name.
+
+    Raises:
+        ArgumentError: one that wants a gradient or is not strided memory, or an output that overlaps.
+    """
+    names, values = list(given), list(given.values())
+    if torch.is_grad_enabled():
+        plans.refuse_grad(names, values)
+    plans.refuse_views(names, values)
+    Overlaps(names, [names.index(name) for name in written]).check(values)
 
 
 def launch(backend: str, kernel: CppKernel, grid: Grid, call: Any, archs: tuple[str, ...] = launching.ARCHS) -> None:
@@ -85,9 +106,7 @@ def launch(backend: str, kernel: CppKernel, grid: Grid, call: Any, archs: tuple[
         code.ptx, code.name, grid, (kernel.threads, 1, 1), block, memory,
         dynamic_smem=kernel.smem_bytes, programmatic=True, stream=stream,
     )  # fmt: skip
-    found = [] if gpu.group is not None else gpu.launches[-1].result.hazards
-    if found:
-        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+    launching.warn_of_hazards(gpu)
 
 
 def compiled(kernel: CppKernel, arch: str) -> Compiled:

@@ -136,6 +136,21 @@ def test_launches_in_the_emulator(kernel):
         cpp.launch("emulator", broken, cpp.Grid(2), Scale(x, y, 100, 3.0))
 
 
+def test_launches_of_a_script_and_its_graph(kernel):
+    """Tensors say that they are on a GPU; a graph launches what it has captured when it is replayed."""
+    with emulator.device("sm_100a", checks="race") as gpu:
+        x, y = torch.arange(100.0, device="cuda"), torch.zeros(100, device="cuda")
+        graph, call = torch.cuda.CUDAGraph(), Scale(x, y, 100, 3.0)
+        backend = cpp.resolve("auto", "x", x)
+        with torch.cuda.graph(graph):
+            cpp.launch(backend, kernel, cpp.Grid(2), call)
+        assert x.is_cuda and backend == "emulator" and not y.any() and not gpu.launches
+        graph.replay()
+        assert torch.equal(y, 3 * x) and len(gpu.launches) == 1
+        cpp.launch(backend, kernel, cpp.Grid(2), call._replace(factor=2.0))
+        assert torch.equal(y, 2 * x)
+
+
 def test_back_ends_that_run_no_kernel_are_refused():
     assert cpp.resolve("emulator", "x", torch.zeros(1)) == "emulator"
     for name in ("reference", "gpu"):
