@@ -4,8 +4,8 @@
     code = compile_cpp(KERNEL, "sm_90a")       # a `Compiled`, as of the DSL: PTX, cubin, registers, local memory
     block = pack(KERNEL, Arguments(x, weight, out, 1e-6))
 
-Kernels to be read beside the DSL's, and for comparison: the same inputs, outputs and oracle, in a language that needs no
-tracing. Their host side needs the DSL. A source includes `dsv4.cuh` of `dsl/include`; kernels are ``extern "C"``, so
+Kernels to be read beside the DSL's, and for comparison: the same inputs, outputs and oracle, in a language that needs
+no tracing. Their host side needs the DSL. A source includes `dsv4.cuh` of `dsl/include`; kernels are ``extern "C"``, so
 that names stay readable in hazards and traces. What a kernel takes is said once, by the annotations of its record; the
 PTX must agree with them.
 """
@@ -90,9 +90,14 @@ class CppKernel:
         return [f"-DTHREADS={self.threads}", *(f"-D{name}={value}" for name, value in self.defines)]
 
 
-def headers() -> list[Path]:
-    """List the lab's own headers: every source depends on them."""
-    return sorted(INCLUDE.glob("*.cuh"))
+def headers(kernel: CppKernel) -> list[Path]:
+    """List the headers that a kernel may read: the lab's, those beside its source, CUDA's.
+
+    Raises:
+        ArgumentError: there is no such source.
+        BackendUnavailable: NVRTC is not installed.
+    """
+    return nvrtc.included(kernel.text(), kernel.source, nvrtc.include_folders(kernel.source, [INCLUDE]))
 
 
 def compile_cpp(kernel: CppKernel, arch: str = "sm_100a") -> Compiled:

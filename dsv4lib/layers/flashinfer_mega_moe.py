@@ -56,7 +56,8 @@ class MegaMoESymmBuffer:
 
     Attributes:
         num_total_experts, num_max_tokens, num_topk, hidden, intermediate, rank, world_size: sizes, intermediate 2 I.
-        fc1_alpha, fc2_alpha, fc1_norm_const: fp32 [E / W], read by every call. apply_topk_in_fc1, gate_up_clamp: see there.
+        fc1_alpha, fc2_alpha, fc1_norm_const: fp32 [E / W], read by every call.
+        apply_topk_in_fc1, gate_up_clamp: see there.
         memory: `SymmetricBuffer`, None once it is destroyed.
     """
 

@@ -7,8 +7,9 @@ An op with a `kernel.cu` has a module `cpp` beside it, whose functions take what
 
 Only a call by that name takes them: no op falls back to them. The back ends are `native` and `emulator`.
 
-In memory a kernel is kept by what it is, on disk by a hash of its source, the lab's headers, NVRTC's options and
-version. The folder, its limit and its rules are those of `compile_cache`.
+In memory a kernel is kept by what it is, as long as its source and headers are as they were; on disk by a hash of its
+source, all headers that it may read, NVRTC's options and build. The folder, its limit and its rules are those of
+`compile_cache`.
 
     line 1      magic, format version
     32 bytes    SHA-256 of all that follows
@@ -41,7 +42,15 @@ from dsv4lib.ops.common.overlap import Overlaps
 MAGIC = b"DSV4 CUDA C++ 1\n"
 BACK_ENDS = ("auto", "native", "emulator")
 _LOCK = threading.RLock()
-_MEMORY: dict[tuple[CppKernel, str], Compiled] = {}
+_MEMORY: dict[tuple[CppKernel, str], _Kept] = {}
+
+
+class _Kept(NamedTuple):
+    """A compiled kernel, and its files as they were."""
+
+    code: Compiled
+    files: list[Path]
+    stamps: list[tuple[int, int]]
 
 
 class Grid(NamedTuple):
@@ -117,10 +126,24 @@ def compiled(kernel: CppKernel, arch: str) -> Compiled:
         BackendUnavailable, CompileError: as `compile_cpp` says.
     """
     with _LOCK:
-        found = _MEMORY.get((kernel, arch))
-        if found is None:
-            found = _MEMORY[kernel, arch] = _outside(kernel, arch, cache_root())
-        return found
+        kept = _MEMORY.get((kernel, arch))
+        if kept is None or _stamps(kept.files) != kept.stamps:
+            files = [kernel.source, *headers(kernel)]
+            stamps = _stamps(files)  # before they are read: what changes then is seen by the next call
+            kept = _MEMORY[kernel, arch] = _Kept(_outside(kernel, arch, cache_root()), files, stamps)
+        return kept.code
+
+
+def _stamps(files: list[Path]) -> list[tuple[int, int]]:
+    """Size and time of the last change of each file; of one that is gone, zeros."""
+    found = []
+    for path in files:
+        try:
+            facts = path.stat()
+            found.append((facts.st_size, facts.st_mtime_ns))
+        except FileNotFoundError:
+            found.append((0, 0))
+    return found
 
 
 def clear() -> None:
@@ -133,7 +156,7 @@ def key(kernel: CppKernel, arch: str) -> str:
     """Hash all that the code of a kernel depends on."""
     facts = {
         "text": kernel.text(),
-        "headers": [path.read_text() for path in headers()],
+        "headers": [hashlib.sha256(path.read_bytes()).hexdigest() for path in headers(kernel)],
         "entry": kernel.entry,
         "arch": arch,
         "options": [*nvrtc.FLAGS, *kernel.options()],
@@ -145,7 +168,7 @@ def key(kernel: CppKernel, arch: str) -> str:
 
 @functools.cache
 def _nvrtc() -> str:
-    return nvrtc.version()
+    return nvrtc.build()
 
 
 def _outside(kernel: CppKernel, arch: str, folder: Path | None) -> Compiled:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lib import emulator
+from dsv4lib import emulator, nvrtc
 from dsv4lib.dsl import cpp as dsl_cpp
 from dsv4lib.dsl.cpp import CppKernel, Float32, Int32
 from dsv4lib.emulator.driver import binary
@@ -69,12 +69,40 @@ def test_what_changes_the_code_changes_the_key(kernel, monkeypatch):
     monkeypatch.setattr(cpp, "_nvrtc", lambda: "99.0")
     keys.add(cpp.key(kernel, "sm_90a"))
     monkeypatch.undo()
-    monkeypatch.setattr(cpp, "headers", lambda: [])
+    monkeypatch.setattr(cpp, "headers", lambda kernel: [])
     keys.add(cpp.key(kernel, "sm_90a"))
     monkeypatch.undo()
     assert cpp.key(kernel, "sm_90a") == same and len(keys) == 5
-    kernel.source.write_text(SOURCE.replace("factor *", "2 * factor *"))
-    assert cpp.key(kernel, "sm_90a") not in keys
+    for text in (SOURCE.replace("factor *", "2 * factor *"), '#include "beside.cuh"\n' + SOURCE):
+        kernel.source.write_text(text)
+        assert cpp.key(kernel, "sm_90a") not in keys
+        keys.add(cpp.key(kernel, "sm_90a"))
+    for text in ("// one\n", '#include "next.cuh"\n'):
+        (kernel.source.parent / "beside.cuh").write_text(text)
+        (kernel.source.parent / "next.cuh").write_text(text)
+        assert cpp.key(kernel, "sm_90a") not in keys
+        keys.add(cpp.key(kernel, "sm_90a"))
+
+
+def test_the_key_knows_the_headers_of_cuda_and_the_build(kernel):
+    names = {path.name for path in dsl_cpp.headers(kernel)}
+    assert {"dsv4.cuh", "cuda_bf16.h", "cuda_bf16.hpp"} <= names
+    assert cpp._nvrtc().startswith(nvrtc.version()) and "libnvrtc-builtins.so" in cpp._nvrtc()
+
+
+def test_a_source_or_header_that_is_edited_is_compiled_again(kernel, compilations):
+    beside = kernel.source.parent / "beside.cuh"
+    beside.write_text("#define FACTOR factor\n")
+    kernel.source.write_text('#include "beside.cuh"\n' + SOURCE.replace("factor *", "FACTOR *"))
+    x, y = torch.arange(100.0), torch.zeros(100)
+    for text, factor in (("", 3), ("#define FACTOR (10.0f + factor)\n", 13)):
+        beside.write_text(text or beside.read_text())
+        for _ in range(2):
+            cpp.launch("emulator", kernel, cpp.Grid(2), Scale(x, y, 100, 3.0))
+        assert torch.equal(y, factor * x)
+    kernel.source.write_text(kernel.source.read_text().replace("FACTOR *", "-FACTOR *"))
+    cpp.launch("emulator", kernel, cpp.Grid(2), Scale(x, y, 100, 3.0))
+    assert torch.equal(y, -13 * x) and len(compilations) == 3
 
 
 def test_a_damaged_file_is_compiled_again(kernel, compilations, tmp_path):
