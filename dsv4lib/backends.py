@@ -135,6 +135,16 @@ def _native(arch: str) -> Status:
     return Status("native", False, f"the GPU has compute capability {have}; {arch} needs {need}", f"use a {need} GPU")
 
 
+def check_name(name: str) -> None:
+    """Refuse what names no back end; whether it can run here is not asked.
+
+    Raises:
+        ArgumentError: an unknown ``name``.
+    """
+    if name not in NAMES:
+        raise ArgumentError("backend", name, "one of " + ", ".join(NAMES))
+
+
 def resolve(name: str, arch: str = "sm_100a", kernel: bool = True) -> str:
     """The back end that a choice means here.
 
@@ -150,8 +160,7 @@ def resolve(name: str, arch: str = "sm_100a", kernel: bool = True) -> str:
         ArgumentError: unknown ``name`` or ``arch``.
         BackendUnavailable: it cannot run here; the message says why and what would help.
     """
-    if name not in NAMES:
-        raise ArgumentError("backend", name, "one of " + ", ".join(NAMES))
+    check_name(name)
     if name != "auto":
         found = status(name, arch)
         if not found.available:

@@ -8,6 +8,7 @@ Source: NVRTC documentation, "Basic Usage".
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ INSTALL = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, or set DSV4_NVRTC 
 VERSIONS = ("13", "12")
 MAX_BYTES = 1 << 24  # of a source file
 FLAGS = ("-lineinfo", "--std=c++17")
+_START = 1 << 16
+_INCLUDE = re.compile(r"""^\s*#\s*include\s*[<"]([^">]+)[">]""", re.MULTILINE)
 _ARCH = re.compile(r"sm_(\d{2,3}[af]?)")
 
 
@@ -107,6 +110,47 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
+def build() -> str:
+    """Return what tells builds of one version apart: sizes and first bytes, with build ids, of the library's files.
+
+    Raises:
+        BackendUnavailable: it is not installed.
+    """
+    _, toolkit = library()
+    files = [] if toolkit is None else sorted(toolkit.glob("lib*/libnvrtc*.so.*"))
+    facts = [version()]
+    for one in files:
+        with one.open("rb") as opened:
+            facts.append(f"{one.name} {one.stat().st_size} {hashlib.sha256(opened.read(_START)).hexdigest()}")
+    return "; ".join(facts)
+
+
+def include_folders(path: Path, more: Iterable[Path] = ()) -> list[Path]:
+    """List where a source's headers are looked for.
+
+    Raises:
+        BackendUnavailable: NVRTC is not installed.
+    """
+    _, toolkit = library()
+    found = [path.resolve().parent, *more]
+    found += [toolkit / "include", toolkit / "include" / "cccl"] if toolkit else []
+    return [folder for folder in found if folder.is_dir()]
+
+
+def included(text: str, path: Path, folders: Sequence[Path]) -> list[Path]:
+    """List the headers that a source may read, whatever its macros are. Those that are not found are left out."""
+    found: dict[Path, None] = {}
+    waiting = [(text, path.resolve().parent)]
+    while waiting:
+        text, here = waiting.pop()
+        for name in _INCLUDE.findall(text):
+            header = next((one for folder in (here, *folders) if (one := folder / name).is_file()), None)
+            if header is not None and header not in found:
+                found[header] = None
+                waiting.append((header.read_text(errors="replace"), header.parent))
+    return sorted(found)
+
+
 def compile_file(path: Path, arch: str, options: Sequence[str] = ()) -> str:
     """Compile a .cu file to PTX, with line info.
 
@@ -149,11 +193,9 @@ def compile_text(
     target = _ARCH.fullmatch(arch)
     if target is None:
         raise ArgumentError("arch", arch, "sm_80, sm_90a, sm_100a and their like")
-    nvrtc, toolkit = library()
-    includes = [path.resolve().parent, *folders]
-    includes += [toolkit / "include", toolkit / "include" / "cccl"] if toolkit else []
+    nvrtc, _ = library()
     flags = [f"--gpu-architecture={'sm' if cubin else 'compute'}_{target[1]}", *FLAGS]
-    flags += [f"-I{folder}" for folder in includes if folder.is_dir()] + list(options)
+    flags += [f"-I{folder}" for folder in include_folders(path, folders)] + list(options)
     raw = [flag.encode() for flag in flags]
     program = ctypes.c_void_p()
     _call(nvrtc, "nvrtcCreateProgram", ctypes.byref(program), text.encode(), str(path).encode(), 0, None, None)

@@ -4,9 +4,10 @@
     code = compile_cpp(KERNEL, "sm_90a")       # a `Compiled`, as of the DSL: PTX, cubin, registers, local memory
     block = pack(KERNEL, Arguments(x, weight, out, 1e-6))
 
-The fallback path beside the DSL: the same inputs, outputs and oracle, in a language that needs no tracing. A source
-includes `dsv4.cuh` of `dsl/include`; kernels are ``extern "C"``, so that names stay readable in hazards and traces.
-What a kernel takes is said once, by the annotations of its record; the PTX must agree with them.
+Kernels to be read beside the DSL's, and for comparison: the same inputs, outputs and oracle, in a language that needs
+no tracing. Their host side needs the DSL. A source includes `dsv4.cuh` of `dsl/include`; kernels are ``extern "C"``, so
+that names stay readable in hazards and traces. What a kernel takes is said once, by the annotations of its record; the
+PTX must agree with them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class CppKernel:
     """A kernel of a .cu file with all that is static.
 
     Attributes:
-        source: the file. entry: name of the kernel in it. arguments: record of its parameters, in order.
+        source: the file. entry: name of its ``extern "C"`` kernel. arguments: record of its parameters, in order.
         threads: of a CTA. smem_bytes: dynamic shared memory. defines: macros, by name.
         edits: faults to inject.
     """
@@ -89,9 +90,14 @@ class CppKernel:
         return [f"-DTHREADS={self.threads}", *(f"-D{name}={value}" for name, value in self.defines)]
 
 
-def headers() -> list[Path]:
-    """List the lab's own headers: every source depends on them."""
-    return sorted(INCLUDE.glob("*.cuh"))
+def headers(kernel: CppKernel) -> list[Path]:
+    """List the headers that a kernel may read: the lab's, those beside its source, CUDA's.
+
+    Raises:
+        ArgumentError: there is no such source.
+        BackendUnavailable: NVRTC is not installed.
+    """
+    return nvrtc.included(kernel.text(), kernel.source, nvrtc.include_folders(kernel.source, [INCLUDE]))
 
 
 def compile_cpp(kernel: CppKernel, arch: str = "sm_100a") -> Compiled:
@@ -156,9 +162,11 @@ def pack(kernel: CppKernel, call: Any) -> bytes:
             if not isinstance(value, torch.Tensor | None):
                 raise ArgumentError(name, type(value).__name__, "a tensor or None")
             value = 0 if value is None else value.data_ptr()
+        elif isinstance(value, torch.Tensor):
+            raise ArgumentError(name, "a tensor", "a number")
         try:
             block += format.pack(value)
-        except struct.error:
+        except (struct.error, OverflowError):
             raise ArgumentError(name, value, f"what {format.size} bytes of format {format.format} hold") from None
     return bytes(block)
 

@@ -17,6 +17,7 @@ from cutlass import Float32
 from cutlass.cutlass_dsl import dsl_user_op
 
 LOWEST = -100.0  # exp(-x) is past fp32 from -88.8 on: nothing below differs
+HIGHEST = 150.0  # exp(-x) is 0 there; f, what rounding leaves of the product, would grow with it past exp2's range
 
 
 def _fp32(x: float) -> float:
@@ -38,7 +39,7 @@ def silu(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Return x / (1 + exp(-x)); NaN stays NaN, by the quotient, which is rounded once."""
     text = (
         "{ .reg .f32 y, n, f, d; "
-        f"max.f32 y, {{$r0}}, {_hex(LOWEST)}; "
+        f"max.f32 y, {{$r0}}, {_hex(LOWEST)}; min.f32 y, y, {_hex(HIGHEST)}; "
         f"mul.rn.f32 n, y, {_hex(-HIGH)}; cvt.rni.f32.f32 n, n; neg.f32 d, n; "
         f"fma.rn.f32 f, y, {_hex(-HIGH)}, d; fma.rn.f32 f, y, {_hex(-LOW)}, f; "
         f"ex2.approx.f32 f, f; add.rn.f32 f, f, f; add.rn.f32 n, n, {_hex(-1.0)}; ex2.approx.f32 n, n; "

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.common.typed import typed
@@ -120,9 +121,12 @@ def get_symm_buffer_for_mega_moe(
         backend, device: ours alone, of `mega_moe` and of the memory.
 
     Raises:
-        ArgumentError: formats or an activation that this kernel does not have, memory of another layout, several ranks
-            without ``make_buffer``. ConfigError: sizes that it does not have.
+        ArgumentError: no group, no such back end, formats or an activation that this kernel does not have, memory of
+            another layout, several ranks without ``make_buffer``. ConfigError: sizes that it does not have.
     """
+    if not all(callable(getattr(group, name, None)) for name in ("size", "rank")):
+        raise ArgumentError("group", type(group).__name__, "a process group, with size() and rank()")
+    backends.check_name(backend)
     _same("mma_type", mma_type, MMA_TYPE)
     _same("activation", activation, ACTIVATION)
     if use_fp8_dispatch is False:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.common.typed import typed
@@ -33,6 +34,8 @@ from dsv4lib.ops.moe_gemm.operands import Operand
 
 MODE = "nvfp4"
 THEIR_RUN, OUR_RUN = 16, 8  # rows of gate, then of up
+LEAST = 2.0**-126  # of a factor: it and its inverse are normal numbers of fp32
+RANGE = "numbers from 2^-126 to 2^126"
 # Options of FlashInfer's -> values that mean what the kernel does.
 PLAIN = {
     "activation": ("swiglu",),
@@ -53,7 +56,8 @@ class MegaMoESymmBuffer:
 
     Attributes:
         num_total_experts, num_max_tokens, num_topk, hidden, intermediate, rank, world_size: sizes, intermediate 2 I.
-        fc1_alpha, fc2_alpha, fc1_norm_const: fp32 [E / W]. apply_topk_in_fc1, gate_up_clamp: see there.
+        fc1_alpha, fc2_alpha, fc1_norm_const: fp32 [E / W], read by every call.
+        apply_topk_in_fc1, gate_up_clamp: see there.
         memory: `SymmetricBuffer`, None once it is destroyed.
     """
 
@@ -76,8 +80,6 @@ class MegaMoESymmBuffer:
         self.fc1_alpha, self.fc2_alpha, self.fc1_norm_const = factors.values()
         self.apply_topk_in_fc1, self.gate_up_clamp, self.backend = apply_topk_in_fc1, gate_up_clamp, backend
         self.memory: SymmetricBuffer | None = memory
-        self._alphas = torch.stack([self.fc1_alpha] * 2, 1)
-        self._h_scales = 1.0 / self.fc1_norm_const
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -105,8 +107,9 @@ class MegaMoESymmBuffer:
         return self._there().topk_weights
 
     def factors(self) -> dict[str, Tensor]:
-        """Return the factors as `mega_moe` takes them."""
-        return {"l1_alphas": self._alphas, "l2_alphas": self.fc2_alpha, "l2_act_scales": self._h_scales}
+        """Make the factors as `mega_moe` takes them, of what they are now."""
+        both = torch.stack([self.fc1_alpha] * 2, 1)
+        return {"l1_alphas": both, "l2_alphas": self.fc2_alpha, "l2_act_scales": 1.0 / self.fc1_norm_const}
 
     def destroy(self) -> None:
         """Let the memory go."""
@@ -163,7 +166,7 @@ def get_symm_buffer_for_mega_moe(
         backend, device: ours alone, of `mega_moe` and of the memory.
 
     Raises:
-        ArgumentError: an option that the kernel does not have, factors of another type, shape or value, two clamps,
+        ArgumentError: an option or back end that there is not, factors of another type, shape or value, two clamps,
             memory of another layout, several ranks without ``make_buffer``. ConfigError: sizes that it does not have.
     """
     _refuse_others(
@@ -177,6 +180,7 @@ def get_symm_buffer_for_mega_moe(
         combine_dtype=combine_dtype,
         knobs=knobs,
     )
+    backends.check_name(backend)
     clamp = _clamp(gate_up_clamp, activation_clamp)
     if intermediate % 2:
         raise ArgumentError("intermediate", intermediate, "even: rows of gate and up together")
@@ -313,10 +317,13 @@ def _clamp(gate_up_clamp: float | None, activation_clamp: float | None) -> float
 def _by_expert(name: str, given: Tensor | float | None, count: int, device: torch.device) -> Tensor:
     """Make fp32 [E / W] of a tensor, of one number for all, or of None, 1."""
     if not isinstance(given, Tensor):
-        given = torch.full((count,), 1.0 if given is None else float(given), device=device)
+        number = 1.0 if given is None else given
+        if not LEAST <= number <= 1 / LEAST:
+            raise ArgumentError(name, number, RANGE)
+        given = torch.full((count,), float(number), device=device)
     if given.dtype != torch.float32 or tuple(given.shape) != (count,) or given.device != device:
         found = f"{given.dtype}{list(given.shape)} on {given.device}"
         raise ArgumentError(name, found, f"torch.float32[{count}] on {device}, or a number")
-    if device.type == "cpu" and not bool((given.isfinite() & (given > 0)).all()):
-        raise ArgumentError(name, given.tolist(), "positive and finite")
+    if device.type == "cpu" and not bool(((given >= LEAST) & (given <= 1 / LEAST)).all()):
+        raise ArgumentError(name, given.tolist(), RANGE)
     return given.contiguous()

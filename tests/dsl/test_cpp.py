@@ -71,6 +71,9 @@ def test_values_that_a_record_cannot_hold_are_named(kernel):
         ({"b": -1}, "b"),
         ({"out": 5}, "out"),
         ({"d": "x"}, "d"),
+        ({"d": 1e39}, "d"),
+        ({"d": torch.tensor(0.5)}, "d"),
+        ({"c": torch.tensor(3)}, "c"),
     ):
         with pytest.raises(ArgumentError, match=f"{name}="):
             pack(kernel, good._replace(**bad))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 
 from dsv4lib.config import FLASH
-from dsv4lib.lab.stage import discover
+from dsv4lib.errors import ArgumentError
+from dsv4lib.lab.stage import discover, load
 from dsv4lib.ops.swiglu_quant.kernel import SwigluQuant
 from dsv4lib.pages.decode_step import figures as decode_step
 from dsv4lib.pages.decode_step import run_case as decode_step_case
@@ -77,3 +79,11 @@ def test_faults_of_drafts_are_seen(capsys, monkeypatch):
     for name in ("VerifiesARowLate", "AcceptsByTheDraft"):
         monkeypatch.setitem(speculation_case.FAULTS, name, harmless)
         assert speculation.faults_table([name], found, right, p, q) == 1
+
+
+def test_a_mistyped_fault_of_the_whole_model_is_refused():
+    """Of those that the stage names, each is known."""
+    known = {*full_model_case.FAULTS, *full_model_case.RACES, *full_model_case.OF_DRAFTS}
+    assert set(load("full_model").parameters["fault"].choices) == known
+    with pytest.raises(ArgumentError, match="fault='CombTranspose'"):
+        full_model_case.model(full_model_case.listed(), "reference", fault="CombTranspose")

@@ -30,6 +30,13 @@ def test_both_languages_agree_and_a_fault_is_seen(compared):
     assert languages.run(384, 3, 0, "cpp_warps_forgotten").differ > 0
 
 
+def test_without_nvrtc_the_page_says_why(monkeypatch):
+    monkeypatch.setenv("DSV4_NVRTC", "/nowhere/libnvrtc.so")
+    monkeypatch.setattr(languages, "run", lambda *given: pytest.fail("it was called"))
+    found, why = languages.attempt(384, 3, 0)
+    assert found is None and "NVRTC" in why and "pip install" in why
+
+
 def test_the_table_holds_what_the_page_says_of_it(compared):
     found = {name: (dsl, cpp) for name, dsl, cpp in languages.rows(compared)}
     assert (

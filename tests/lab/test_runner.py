@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -18,8 +19,8 @@ from dsv4lib.lab import records
 from dsv4lib.lab.commands import doctor
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.run import manifest, meter, plan, processes, runner, worker
-from dsv4lib.lab.stage import Stage
-from dsv4lib.lab.verdicts import LOOKS, SEVERITY, Verdict, exit_code
+from dsv4lib.lab.stage import Gate, Stage
+from dsv4lib.lab.verdicts import LOOKS, SEVERITY, Verdict, exit_code, judge
 
 SHORT = {name: {"time_limit_s": 8, "runs": [{}]} for name in ("quick", "nightly", "b200")}
 OTHER = 'from dsv4lib import lab\n\nlab.verdict("other", metrics={{"wrong": 0}})'
@@ -181,6 +182,25 @@ def test_negatives_pass_only_if_the_named_gate_turns_red(make: Callable[..., Sta
         ("injected", Verdict.PASSED),
         ("missed", Verdict.STAYED_GREEN),
     ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "skipped", "verdict", "reason"),
+    [
+        ({"a": 1, "b": 1}, {}, Verdict.PASSED, "the gate on a, b red"),
+        ({"a": 1}, {"b": "no GPU"}, Verdict.SKIPPED, "b: no GPU"),
+        ({"a": 0}, {"b": "no GPU"}, Verdict.STAYED_GREEN, "left the gate on a green; skipped: b: no GPU"),
+        ({"a": 0, "b": 1}, {"c": "no GPU"}, Verdict.STAYED_GREEN, "left the gate on a green"),
+        ({"b": 1}, {}, Verdict.STAYED_GREEN, "left the gate on a green"),
+    ],
+)
+def test_a_gate_that_a_fault_skips_is_neither_red_nor_green(
+    metrics: dict[str, float], skipped: dict[str, str], verdict: Verdict, reason: str
+) -> None:
+    record = SimpleNamespace(negative="injected", expect_fail="a, b")
+    gates = judge([Gate(metric=name, op="==", bound=0, last_seen=0, reason="x") for name in "abc"], metrics, skipped)
+    found, why = runner._negative(record, ("a", "b"), gates, "x")  # type: ignore[arg-type]
+    assert found is verdict and why.partition(" (x)")[0].removesuffix(", as it must").endswith(reason)
 
 
 def test_a_negative_that_crashes_did_not_turn_its_gate_red(make: Callable[..., Stage]) -> None:

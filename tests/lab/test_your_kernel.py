@@ -32,6 +32,7 @@ def test_a_copy_without_its_wait_is_a_race_at_its_load():
     }
     assert run_case.moments_wrong(out) == 0
     assert run_case.moments_wrong(out, ran(run_case.TWICE)[0].trace) == len(out.findings)
+    assert run_case.moments_wrong(out, lines=1) > 0
     chart = hazard_chart(out.trace)
     assert len(alt_text(chart)) > 60 and len(to_png(chart)) < 250_000
     assert len(document(out.trace, out.hazards, title="twice")) < 100_000
@@ -39,6 +40,7 @@ def test_a_copy_without_its_wait_is_a_race_at_its_load():
 
 def test_wrong_bytes_stop_the_launch():
     out, _ = ran(run_case.TWICE.replace("_, [%r3], 512", "_, [%r3], 1024"))
+    assert run_case.moments_wrong(out) == 0
     assert type(out.stopped).__name__ == "Deadlock" and out.rows()[0][0] == "deadlock" and out.trace is not None
 
 

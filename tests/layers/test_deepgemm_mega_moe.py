@@ -113,6 +113,8 @@ def test_scales_keep_their_rows():
         ),
         ("hidden", (Alone(), 4, 24, 2, 320, 256), {}),
         ("experts", (Alone(3), *SIZES), {}),
+        ("group", (None, *SIZES), {}),
+        ("backend", (Alone(), *SIZES), {"backend": "xyz"}),
     ],
 )
 def test_buffers_that_are_refused(name, given, options):

@@ -164,6 +164,9 @@ def test_numbers_for_all_experts():
     assert buffer.fc1_alpha.tolist() == [2.0] * 4 and buffer.fc2_alpha.tolist() == [1.0] * 4
     assert buffer.factors()["l1_alphas"].tolist() == [[2.0, 2.0]] * 4
     assert buffer.factors()["l2_act_scales"].tolist() == [0.25] * 4 and buffer.gate_up_clamp is None
+    for one, number in ((buffer.fc1_alpha, 8.0), (buffer.fc2_alpha, 3.0), (buffer.fc1_norm_const, 16.0)):
+        one.fill_(number)  # a later call reads it
+    assert [x.flatten().tolist() for x in buffer.factors().values()] == [[8.0] * 8, [3.0] * 4, [0.0625] * 4]
     assert buffer.intermediate == 2 * WIDTH and buffer.x.shape == (TOKENS, HIDDEN // 2)
     assert buffer.x_sf.shape == (TOKENS, HIDDEN // 16)
 
@@ -188,6 +191,12 @@ def test_numbers_for_all_experts():
         ("fc1_alpha", (*SIZES, 0, 1), {"fc1_alpha": torch.ones(3)}),
         ("fc2_alpha", (*SIZES, 0, 1), {"fc2_alpha": torch.ones(4).double()}),
         ("fc1_norm_const", (*SIZES, 0, 1), {"fc1_norm_const": 0.0}),
+        ("fc1_norm_const", (*SIZES, 0, 1), {"fc1_norm_const": 1e-40}),
+        ("fc1_norm_const", (*SIZES, 0, 1), {"fc1_norm_const": torch.tensor([1.0, 1e-40, 1.0, 1.0])}),
+        ("fc1_norm_const", (*SIZES, 0, 1), {"fc1_norm_const": torch.tensor([1.0, torch.nan, 1.0, 1.0])}),
+        ("fc1_alpha", (*SIZES, 0, 1), {"fc1_alpha": 10**400}),
+        ("fc2_alpha", (*SIZES, 0, 1), {"fc2_alpha": float("nan")}),
+        ("backend", (*SIZES, 0, 1), {"backend": "xyz"}),
         ("activation", (*SIZES, 0, 1), {"activation": "situ", "situ_beta": 1.0}),
         ("swiglu_alpha", (*SIZES, 0, 1), {"swiglu_alpha": 1.702, "swiglu_beta": 1.0}),
         ("swiglu_beta", (*SIZES, 0, 1), {"swiglu_alpha": 1.0, "swiglu_beta": 1.0}),

@@ -322,13 +322,14 @@ def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
 
 @contextmanager
 def active(gpu: Device) -> Iterator[Device]:
-    """Let the runtime's symbols talk to ``gpu``."""
+    """Let the runtime's symbols talk to ``gpu``. A capture that begins inside ends with it."""
+    captured = RUNTIME.captured
     RUNTIME.devices.append(gpu)
     try:
         yield gpu
     finally:
         RUNTIME.devices.pop()
-        RUNTIME.captured = None
+        RUNTIME.captured = captured
         if gpu.group is not None:
             gpu.group.left()
         elif gpu not in RUNTIME.devices:

@@ -492,7 +492,7 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
     gates = judge(wanted, metrics, skipped)
     verdict, reason = overall(gates)
     if record.kind == "negative":
-        verdict, reason = _negative(record, expected, gates, verdict, reason)
+        verdict, reason = _negative(record, expected, gates, reason)
     elif verdict is Verdict.PASSED and stage.kernel and record.backend == "reference":
         verdict, reason = Verdict.SKIPPED, "the reference back end does not run the kernel, so it verifies nothing"
     if part is not None and part.left_out:
@@ -501,17 +501,17 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
     return replace(record, verdict=verdict, reason=reason, metrics=metrics, skipped=skipped, gates=gates)
 
 
-def _negative(
-    record: Record, expected: Sequence[str], gates: Sequence[Any], verdict: Verdict, reason: str
-) -> tuple[Verdict, str]:
-    """Verdict and reason of an injected fault: the gate on each metric of ``expected`` failed, or one stayed green."""
-    failed = {gate.metric for gate in gates if gate.state == "failed"}
-    green = [metric for metric in expected if metric not in failed]
-    if not green:
-        return Verdict.PASSED, f"the injected fault turned the gate on {record.expect_fail} red, as it must ({reason})"
-    if verdict is Verdict.SKIPPED:
-        return verdict, reason
-    return Verdict.STAYED_GREEN, f"the injected fault {record.negative} left the gate on {', '.join(green)} green"
+def _negative(record: Record, expected: Sequence[str], gates: Sequence[Any], reason: str) -> tuple[Verdict, str]:
+    """Verdict and reason of an injected fault: every gate on ``expected`` must fail; skipped is neither."""
+    states = {gate.metric: gate.state for gate in gates}
+    skipped = [f"{gate.metric}: {gate.reason}" for gate in gates if gate.state == "skipped" and gate.metric in expected]
+    green = [metric for metric in expected if states.get(metric) not in ("failed", "skipped")]
+    if green:
+        reason = f"the injected fault {record.negative} left the gate on {', '.join(green)} green"
+        return Verdict.STAYED_GREEN, "; skipped: ".join([reason, *skipped])
+    if skipped:
+        return Verdict.SKIPPED, "; ".join(skipped)
+    return Verdict.PASSED, f"the injected fault turned the gate on {record.expect_fail} red, as it must ({reason})"
 
 
 @contextlib.contextmanager

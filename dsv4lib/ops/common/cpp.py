@@ -7,8 +7,9 @@ An op with a `kernel.cu` has a module `cpp` beside it, whose functions take what
 
 Only a call by that name takes them: no op falls back to them. The back ends are `native` and `emulator`.
 
-In memory a kernel is kept by what it is, on disk by a hash of its source, the lab's headers, NVRTC's options and
-version. The folder, its limit and its rules are those of `compile_cache`.
+In memory a kernel is kept by what it is, as long as its source and headers are as they were; on disk by a hash of its
+source, all headers that it may read, NVRTC's options and build. The folder, its limit and its rules are those of
+`compile_cache`.
 
     line 1      magic, format version
     32 bytes    SHA-256 of all that follows
@@ -22,11 +23,12 @@ import hashlib
 import json
 import os
 import threading
-import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsv4lib import backends, env, nvrtc
@@ -34,12 +36,21 @@ from dsv4lib.dsl.compile import Compiled
 from dsv4lib.dsl.cpp import CppKernel, code_of, compile_cpp, headers, pack, tensors
 from dsv4lib.errors import ArgumentError
 from dsv4lib.folders import cache_root, own_folder
-from dsv4lib.ops.common import compile_cache, cpp_native, launching
+from dsv4lib.ops.common import compile_cache, cpp_native, launching, plans
+from dsv4lib.ops.common.overlap import Overlaps
 
 MAGIC = b"DSV4 CUDA C++ 1\n"
 BACK_ENDS = ("auto", "native", "emulator")
 _LOCK = threading.RLock()
-_MEMORY: dict[tuple[CppKernel, str], Compiled] = {}
+_MEMORY: dict[tuple[CppKernel, str], _Kept] = {}
+
+
+class _Kept(NamedTuple):
+    """A compiled kernel, and its files as they were."""
+
+    code: Compiled
+    files: list[Path]
+    stamps: list[tuple[int, int]]
 
 
 class Grid(NamedTuple):
@@ -53,13 +64,32 @@ class Grid(NamedTuple):
 def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = launching.ARCHS) -> str:
     """Choose the back end of a kernel in CUDA C++, on whose device ``x`` must be.
 
+    On an emulated device, memory that is said to be on a GPU is the CPU's, as the body of an op sees it.
+
     Raises:
         ArgumentError: it is not, or ``backend`` is none that runs kernels.
         BackendUnavailable: it cannot run here.
     """
     if backend not in BACK_ENDS:
         raise ArgumentError("backend", backend, "one of " + ", ".join(BACK_ENDS) + ": the oracle is the op's")
-    return launching.resolve(backend, name, x, archs)
+    with torch._C.DisableTorchFunction():  # torch leaves its function modes, too, before it calls the body of an op
+        return launching.resolve(backend, name, x, archs)
+
+
+def check_memory(written: Sequence[str], **given: Tensor) -> None:
+    """Check tensors of a kernel that no op has as `plans.Op` checks those of a call.
+
+    Args:
+        written: names of outputs. given: all tensors, by name.
+
+    Raises:
+        ArgumentError: one that wants a gradient or is not strided memory, or an output that overlaps.
+    """
+    names, values = list(given), list(given.values())
+    if torch.is_grad_enabled():
+        plans.refuse_grad(names, values)
+    plans.refuse_views(names, values)
+    Overlaps(names, [names.index(name) for name in written]).check(values)
 
 
 def launch(backend: str, kernel: CppKernel, grid: Grid, call: Any, archs: tuple[str, ...] = launching.ARCHS) -> None:
@@ -85,9 +115,7 @@ def launch(backend: str, kernel: CppKernel, grid: Grid, call: Any, archs: tuple[
         code.ptx, code.name, grid, (kernel.threads, 1, 1), block, memory,
         dynamic_smem=kernel.smem_bytes, programmatic=True, stream=stream,
     )  # fmt: skip
-    found = [] if gpu.group is not None else gpu.launches[-1].result.hazards
-    if found:
-        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+    launching.warn_of_hazards(gpu)
 
 
 def compiled(kernel: CppKernel, arch: str) -> Compiled:
@@ -98,10 +126,24 @@ def compiled(kernel: CppKernel, arch: str) -> Compiled:
         BackendUnavailable, CompileError: as `compile_cpp` says.
     """
     with _LOCK:
-        found = _MEMORY.get((kernel, arch))
-        if found is None:
-            found = _MEMORY[kernel, arch] = _outside(kernel, arch, cache_root())
-        return found
+        kept = _MEMORY.get((kernel, arch))
+        if kept is None or _stamps(kept.files) != kept.stamps:
+            files = [kernel.source, *headers(kernel)]
+            stamps = _stamps(files)  # before they are read: what changes then is seen by the next call
+            kept = _MEMORY[kernel, arch] = _Kept(_outside(kernel, arch, cache_root()), files, stamps)
+        return kept.code
+
+
+def _stamps(files: list[Path]) -> list[tuple[int, int]]:
+    """Size and time of the last change of each file; of one that is gone, zeros."""
+    found = []
+    for path in files:
+        try:
+            facts = path.stat()
+            found.append((facts.st_size, facts.st_mtime_ns))
+        except FileNotFoundError:
+            found.append((0, 0))
+    return found
 
 
 def clear() -> None:
@@ -114,7 +156,7 @@ def key(kernel: CppKernel, arch: str) -> str:
     """Hash all that the code of a kernel depends on."""
     facts = {
         "text": kernel.text(),
-        "headers": [path.read_text() for path in headers()],
+        "headers": [hashlib.sha256(path.read_bytes()).hexdigest() for path in headers(kernel)],
         "entry": kernel.entry,
         "arch": arch,
         "options": [*nvrtc.FLAGS, *kernel.options()],
@@ -126,7 +168,7 @@ def key(kernel: CppKernel, arch: str) -> str:
 
 @functools.cache
 def _nvrtc() -> str:
-    return nvrtc.version()
+    return nvrtc.build()
 
 
 def _outside(kernel: CppKernel, arch: str, folder: Path | None) -> Compiled:

@@ -140,9 +140,21 @@ def enqueue(name: str, code: Any, args: tuple) -> None:
             if isinstance(one, DeviceTensor):
                 runtime.track(one.source)
     gpu = backends.enqueue(name, code, *args)
-    found = [] if gpu is None or gpu.group is not None else gpu.launches[-1].result.hazards
+    if gpu is not None:
+        warn_of_hazards(gpu)
+
+
+def warn_of_hazards(gpu: Any) -> None:
+    """Warn of what an emulated device has reported of its last launch.
+
+    Nothing has been launched yet on a device of a group, or while a CUDA graph is captured.
+    """
+    runtime = backends.emulated()
+    if gpu.group is not None or (runtime is not None and runtime.captured is not None):
+        return
+    found = gpu.launches[-1].result.hazards
     if found:
-        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=3)
 
 
 def launch(

@@ -144,10 +144,7 @@ class Op:
         getattr(getattr(torch.ops, self._namespace), self._name)(*args)
 
     def _refuse_grad(self, args: Sequence[Any]) -> None:
-        for name, x in zip(self.names, args, strict=True):
-            if isinstance(x, Tensor) and x.requires_grad:
-                allowed = "False: there is no backward pass; call under torch.no_grad(), or detach it"
-                raise ArgumentError(f"{name}.requires_grad", True, allowed)
+        refuse_grad(self.names, args)
 
     def check(self, args: Sequence[Any]) -> None:
         """What holds for every op, where there is memory.
@@ -155,11 +152,7 @@ class Op:
         Raises:
             ArgumentError: a tensor that is not strided, or outputs that overlap.
         """
-        for name, x in zip(self.names, args, strict=True):
-            if isinstance(x, Tensor) and x.layout is not torch.strided:
-                raise ArgumentError(f"{name}.layout", x.layout, "torch.strided")
-            if isinstance(x, Tensor) and x.is_neg():
-                raise ArgumentError(name, "a view that negates", "memory that is what it says: resolve_neg()")
+        refuse_views(self.names, args)
         try:
             self.overlaps.check(args)
         except ArgumentError:
@@ -204,6 +197,31 @@ class Op:
             self.body(*args)
         self.plans[signature] = _NoPlan(self) if found.other else Plan(self, args, found)
         return None
+
+
+def refuse_grad(names: Sequence[str], args: Sequence[Any]) -> None:
+    """Refuse tensors whose gradient is wanted.
+
+    Raises:
+        ArgumentError: one is such a tensor.
+    """
+    for name, x in zip(names, args, strict=True):
+        if isinstance(x, Tensor) and x.requires_grad:
+            allowed = "False: there is no backward pass; call under torch.no_grad(), or detach it"
+            raise ArgumentError(f"{name}.requires_grad", True, allowed)
+
+
+def refuse_views(names: Sequence[str], args: Sequence[Any]) -> None:
+    """Refuse tensors whose memory is not what they say.
+
+    Raises:
+        ArgumentError: one is not strided, or negates.
+    """
+    for name, x in zip(names, args, strict=True):
+        if isinstance(x, Tensor) and x.layout is not torch.strided:
+            raise ArgumentError(f"{name}.layout", x.layout, "torch.strided")
+        if isinstance(x, Tensor) and x.is_neg():
+            raise ArgumentError(name, "a view that negates", "memory that is what it says: resolve_neg()")
 
 
 def stream_of(x: Tensor) -> int:

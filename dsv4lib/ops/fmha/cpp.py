@@ -67,7 +67,7 @@ def qk_tile(q: Tensor, kv: Tensor, scale: float = 1.0, *, out: Tensor | None = N
         out.
 
     Raises:
-        ArgumentError: an argument of the wrong type, shape, stride or device.
+        ArgumentError: an argument of the wrong type, shape, stride, device or memory, or that wants a gradient.
         BackendUnavailable: the back end cannot run here.
     """
     return run(q, kv, scale, out, backend)
@@ -83,6 +83,7 @@ def run(q: Tensor, kv: Tensor, scale: float, out: Tensor | None, backend: str, *
     for name, one, align in (("q", q, 16), ("kv", kv, 16), ("out", out, 4)):
         if (one.stride(1) != 1 and one.shape[1] > 1) or not starts_on(one, align):
             raise ArgumentError(f"{name}.stride()", one.stride(), f"stride 1, then rows on {align} bytes")
+    cpp.check_memory(["out"], q=q, kv=kv, out=out)
     found = cpp.resolve(backend, "q", q, ARCHS)
     if m and n:
         grid = cpp.Grid(-(-n // TILE_N), -(-m // TILE_M))

@@ -72,8 +72,8 @@ def expand(q: MXFP4Tensor | NVFP4Tensor, backend: str = "auto", *edits: Edit) ->
         raise ArgumentError("q", type(q).__name__, "an MXFP4Tensor or an NVFP4Tensor")
     group = mxfp4.BLOCK if isinstance(q, MXFP4Tensor) else nvfp4.BLOCK
     packed, scales = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (q.packed, q.scales))
-    *lead, half = packed.shape
-    if half % (BLOCK // 2) or not packed.dim() or not packed.is_contiguous() or not starts_on(packed, 16):
+    *lead, half = packed.shape or (0,)
+    if not packed.dim() or half % (BLOCK // 2) or not packed.is_contiguous() or not starts_on(packed, 16):
         raise ArgumentError("q.packed", tuple(packed.shape), "contiguous [..., K / 2] on 16 bytes, K a multiple of 32")
     launching.check(
         {

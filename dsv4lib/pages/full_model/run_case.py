@@ -18,6 +18,7 @@ import torch
 from dsv4lib import backends, emulator, env
 from dsv4lib.cache import Shape, held_blocks
 from dsv4lib.config import LayerKind
+from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import hadamard, kv_entry, mxfp4
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.model import transformer
@@ -77,7 +78,14 @@ def text(count: int) -> torch.Tensor:
 
 
 def model(found: Listed, backend: str, capacity: int = 256, mtp: bool = False, fault: str = "none") -> Transformer:
-    """The model on ops, with a fault of `FAULTS` if wanted."""
+    """The model on ops, with a fault of `FAULTS` if wanted.
+
+    Raises:
+        ArgumentError: an unknown fault.
+    """
+    known = [*FAULTS, *RACES, *OF_DRAFTS]
+    if fault not in known:
+        raise ArgumentError("fault", fault, "one of " + ", ".join(known))
     made = transformer(found, capacity=capacity, mtp=mtp, backend=backend).to(backends.device(backend))
     FAULTS.get(fault, _right)(made)
     return made
@@ -149,6 +157,7 @@ FAULTS: dict[str, Callable[[Transformer], None]] = {
     "RowOfTheNext": _row_of_the_next,
 }
 RACES = {"HastyQ": fmha_faults.HastyQ}  # of a kernel: numbers may be right
+OF_DRAFTS = ("VerifiesARowLate",)  # of `continued`: the model itself is right
 
 
 def verifies_a_row_late() -> AbstractContextManager:
@@ -213,7 +222,7 @@ def continued(found: Listed, prompt: str, count: int, drafts: int, backend: str,
     scheduler = Scheduler(made, caches, drafts=drafts)
     scheduler.add("text", tokens, SamplingParams(temperature=0.0, seed=0), count)
     one = scheduler.known["text"]
-    with verifies_a_row_late() if fault == "VerifiesARowLate" else nullcontext():
+    with verifies_a_row_late() if fault in OF_DRAFTS else nullcontext():
         return Continued(tokens + [token for _, token, _ in scheduler.run()], one.drafted, one.accepted)
 
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4lib import emulator
+from dsv4lib import emulator, nvrtc
 from dsv4lib.dsl.compile import Compiled
+from dsv4lib.errors import BackendUnavailable
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.common import cpp as cpp_cache
 from dsv4lib.ops.compressor import arguments as compressor_arguments
@@ -61,6 +62,15 @@ def run(d: int, tokens: int, seed: int, fault: str = "none") -> Compared:
     code = {DSL: of_dsl, CPP: cpp_cache.compiled(cpp.kernel(like, *edits), ARCH)}
     differ = int((y.view(torch.int16) != want.view(torch.int16)).sum())
     return Compared(code, differ, len(gpu.hazards))
+
+
+def attempt(d: int, tokens: int, seed: int, fault: str = "none") -> tuple[Compared | None, str]:
+    """Do `run` where NVRTC is; returns (what it found, ""), or (None, why CUDA C++ cannot be compiled here)."""
+    try:
+        nvrtc.library()
+    except BackendUnavailable as missing:
+        return None, str(missing)
+    return run(d, tokens, seed, fault), ""
 
 
 def rows(compared: Compared) -> list[tuple[str, int, int]]:

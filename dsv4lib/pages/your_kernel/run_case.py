@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,23 +146,35 @@ def wrong(found: np.ndarray, want: np.ndarray) -> int:
     return int((found.view(np.uint32) != want.view(np.uint32)).sum())
 
 
-def moments_wrong(ran: Ran, trace: Trace | None = None) -> int:
+def moments_wrong(ran: Ran, trace: Trace | None = None, lines: int = 0) -> int:
     """Count findings whose place on the page is not the hazard's: instruction, source text, warp's clock.
 
+    A finding that no hazard has is wrong, too, unless it says what stopped the launch.
+
     Args:
-        trace: in place of the launch's own.
+        trace: in place of the launch's own. lines: of PTX by which the page's hazards are moved.
     """
     shown = trace if trace is not None else ran.trace
-    made = stream(shown, ran.hazards, ran.stopped)
+    made = stream(shown, [_moved(one, lines) for one in ran.hazards], ran.stopped)
     texts = dict(zip(decode(made["ptx"]["line"]), made["ptx"]["text"], strict=True))
-    first = {(h.kind, h.place.ptx_line): h for h in reversed(ran.hazards) if h.place is not None}
+    first = {(one.kind, one.place and one.place.ptx_line): one for one in reversed(ran.hazards)}
+    stops = {one.kind for one in group((), ran.stopped)}
     out = 0
     for finding in made["findings"]:
-        hazard = first.get((finding["kind"], finding["place"]["ptx_line"])) if finding["place"] else None
-        if hazard is None:
+        at = finding["place"] and finding["place"]["ptx_line"]
+        hazard = first.get((finding["kind"], at))
+        if hazard is None or hazard.place is None:
+            out += hazard is None and finding["kind"] not in stops
             continue
         states = shown.states[shown.states["warp"] == (hazard.place.warp or 0)]
         alive = ((states["time"] <= finding["time"]) & (finding["time"] <= states["end"])).any()
         same = texts.get(hazard.place.ptx_line, "").partition(" ")[0] == hazard.place.ptx.partition(" ")[0]
         out += not (alive and same and finding["time"] < shown.time)
     return out
+
+
+def _moved(hazard: Hazard, lines: int) -> Hazard:
+    """Move a hazard by lines of PTX."""
+    if hazard.place is None or not lines:
+        return hazard
+    return replace(hazard, place=replace(hazard.place, ptx_line=hazard.place.ptx_line + lines))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4lib import emulator
+from dsv4lib import emulator, nvrtc
 from dsv4lib.dsl import cpp as dsl_cpp
 from dsv4lib.dsl.cpp import CppKernel, Float32, Int32
 from dsv4lib.emulator.driver import binary
@@ -69,12 +69,40 @@ def test_what_changes_the_code_changes_the_key(kernel, monkeypatch):
     monkeypatch.setattr(cpp, "_nvrtc", lambda: "99.0")
     keys.add(cpp.key(kernel, "sm_90a"))
     monkeypatch.undo()
-    monkeypatch.setattr(cpp, "headers", lambda: [])
+    monkeypatch.setattr(cpp, "headers", lambda kernel: [])
     keys.add(cpp.key(kernel, "sm_90a"))
     monkeypatch.undo()
     assert cpp.key(kernel, "sm_90a") == same and len(keys) == 5
-    kernel.source.write_text(SOURCE.replace("factor *", "2 * factor *"))
-    assert cpp.key(kernel, "sm_90a") not in keys
+    for text in (SOURCE.replace("factor *", "2 * factor *"), '#include "beside.cuh"\n' + SOURCE):
+        kernel.source.write_text(text)
+        assert cpp.key(kernel, "sm_90a") not in keys
+        keys.add(cpp.key(kernel, "sm_90a"))
+    for text in ("// one\n", '#include "next.cuh"\n'):
+        (kernel.source.parent / "beside.cuh").write_text(text)
+        (kernel.source.parent / "next.cuh").write_text(text)
+        assert cpp.key(kernel, "sm_90a") not in keys
+        keys.add(cpp.key(kernel, "sm_90a"))
+
+
+def test_the_key_knows_the_headers_of_cuda_and_the_build(kernel):
+    names = {path.name for path in dsl_cpp.headers(kernel)}
+    assert {"dsv4.cuh", "cuda_bf16.h", "cuda_bf16.hpp"} <= names
+    assert cpp._nvrtc().startswith(nvrtc.version()) and "libnvrtc-builtins.so" in cpp._nvrtc()
+
+
+def test_a_source_or_header_that_is_edited_is_compiled_again(kernel, compilations):
+    beside = kernel.source.parent / "beside.cuh"
+    beside.write_text("#define FACTOR factor\n")
+    kernel.source.write_text('#include "beside.cuh"\n' + SOURCE.replace("factor *", "FACTOR *"))
+    x, y = torch.arange(100.0), torch.zeros(100)
+    for text, factor in (("", 3), ("#define FACTOR (10.0f + factor)\n", 13)):
+        beside.write_text(text or beside.read_text())
+        for _ in range(2):
+            cpp.launch("emulator", kernel, cpp.Grid(2), Scale(x, y, 100, 3.0))
+        assert torch.equal(y, factor * x)
+    kernel.source.write_text(kernel.source.read_text().replace("FACTOR *", "-FACTOR *"))
+    cpp.launch("emulator", kernel, cpp.Grid(2), Scale(x, y, 100, 3.0))
+    assert torch.equal(y, -13 * x) and len(compilations) == 3
 
 
 def test_a_damaged_file_is_compiled_again(kernel, compilations, tmp_path):
@@ -134,6 +162,21 @@ def test_launches_in_the_emulator(kernel):
         "factor * buffer[threadIdx.x]", "factor * buffer[threadIdx.x ^ 32]"))})  # fmt: skip
     with emulator.device("sm_100a", checks="race", shims=False), pytest.warns(UserWarning, match="hazards"):
         cpp.launch("emulator", broken, cpp.Grid(2), Scale(x, y, 100, 3.0))
+
+
+def test_launches_of_a_script_and_its_graph(kernel):
+    """Tensors say that they are on a GPU; a graph launches what it has captured when it is replayed."""
+    with emulator.device("sm_100a", checks="race") as gpu:
+        x, y = torch.arange(100.0, device="cuda"), torch.zeros(100, device="cuda")
+        graph, call = torch.cuda.CUDAGraph(), Scale(x, y, 100, 3.0)
+        backend = cpp.resolve("auto", "x", x)
+        with torch.cuda.graph(graph):
+            cpp.launch(backend, kernel, cpp.Grid(2), call)
+        assert x.is_cuda and backend == "emulator" and not y.any() and not gpu.launches
+        graph.replay()
+        assert torch.equal(y, 3 * x) and len(gpu.launches) == 1
+        cpp.launch(backend, kernel, cpp.Grid(2), call._replace(factor=2.0))
+        assert torch.equal(y, 2 * x)
 
 
 def test_back_ends_that_run_no_kernel_are_refused():

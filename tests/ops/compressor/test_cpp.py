@@ -145,6 +145,7 @@ def test_as_the_op_has_it_and_bad_arguments():
         ({"backend": "reference"}, "backend"),
         ({"batch": valid.batch._replace(slots=valid.batch.slots + 100)}, "slots"),
         ({"state": Ring(state.k, state.z[:, :4])}, "state.z"),
+        ({"state": Ring(state.k, state.k)}, "state.z='memory of state.k'"),
     ):
         with pytest.raises(ArgumentError, match=name):
             call(**changes)

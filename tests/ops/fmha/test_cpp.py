@@ -100,6 +100,7 @@ def test_faults_are_found(fault):
 
 def test_what_is_refused():
     q, kv = operands(5, 7)
+    shared = torch.zeros(5, 64)
     assert cpp.qk_tile(q[:0], kv, backend="emulator").shape == (0, 7)
     for call, name in (
         (lambda: cpp.qk_tile(q.float(), kv), "q"),
@@ -110,6 +111,9 @@ def test_what_is_refused():
         (lambda: cpp.qk_tile(q, kv, out=torch.zeros(7, 5).T), "out.stride"),
         (lambda: cpp.qk_tile(q.repeat(1, 2)[:, 1:129], kv), "q.stride"),
         (lambda: cpp.qk_tile(q, kv, backend="reference"), "backend"),
+        (lambda: cpp.qk_tile(shared.view(torch.bfloat16), kv, out=shared[:, 9:16]), "out='memory of q'"),
+        (lambda: cpp.qk_tile(q, kv, out=torch.zeros(40).as_strided((5, 7), (4, 1))), "out.stride"),
+        (lambda: cpp.qk_tile(q, kv.clone().requires_grad_()), "kv.requires_grad"),
     ):
         with pytest.raises(ArgumentError, match=name):
             call()

@@ -102,6 +102,7 @@ def test_bad_arguments_are_named():
     for bad, name in (
         (q.packed, "q="),
         (MXFP4Tensor(q.packed[..., :8], q.scales), "q.packed"),
+        (MXFP4Tensor(q.packed[0, 0, 0], q.scales), "q.packed"),
         (MXFP4Tensor(q.packed, q.scales[..., :1]), "q.scales"),
         (MXFP4Tensor(q.packed.int(), q.scales), "q.packed"),
         (MXFP4Tensor(q.packed.transpose(0, 1), q.scales), "q.packed"),
