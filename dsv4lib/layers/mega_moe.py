@@ -20,7 +20,7 @@ from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.mega_moe import Layout, SymmetricBuffer, mega_moe
 from dsv4lib.ops.mega_moe.kernel import WEIGHTED
-from dsv4lib.ops.mega_moe.layers import QUANTISED
+from dsv4lib.ops.mega_moe.layout import QUANTISED
 from dsv4lib.ops.moe_gemm.operands import Operand
 from dsv4lib.ops.quantize.op import quantize
 

@@ -62,6 +62,6 @@ def test_faults_are_counted_only_where_they_are_found(capsys):
     def run(kind):
         return run_ladder(kind, ("a", 128, "bf16"), 5, 333, trace=True)
 
-    assert fmha_figures.show_faults("a", run) == 2
+    assert fmha_figures.show_faults("a", run) == 3
     assert fmha_figures.show_faults("a", run, sound=Ladder) == 0
     assert fmha_figures.show_faults("none of these", run, others={"extra": (run(Ladder), "wrong numbers")}) == 0

@@ -17,7 +17,7 @@ def known():
         ("row_max_exchange", "64 wrong", "race_shared"),
         ("tail_waits_for_a_phase_twice", "deadlock", "deadlock"),
         ("freed_by_every_warp", "stopped", "stopped"),
-        ("rows_never_written", "right, reported", "uninitialised_smem"),
+        ("rows_never_written", "right, reported", "uninitialised_smem_unused"),
     ],
 )
 def test_a_reproduction_and_its_twin(known, name, words, kind):

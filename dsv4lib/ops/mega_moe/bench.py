@@ -21,8 +21,7 @@ from dsv4lib.config import ModelConfig
 from dsv4lib.formats import nvfp4, scale_swizzle
 from dsv4lib.ops.mega_moe.buffer import SymmetricBuffer
 from dsv4lib.ops.mega_moe.inputs import Factors, rows_of, x_scale_of_all
-from dsv4lib.ops.mega_moe.layers import QUANTISED
-from dsv4lib.ops.mega_moe.layout import Layout
+from dsv4lib.ops.mega_moe.layout import QUANTISED, Layout
 from dsv4lib.ops.mega_moe.op import mega_moe
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch

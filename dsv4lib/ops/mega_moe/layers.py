@@ -14,14 +14,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, memory, pipeline
 
 from dsv4lib.ops.mega_moe import symmetric
-from dsv4lib.ops.mega_moe.layout import TILE, WORD, Layout
+from dsv4lib.ops.mega_moe.layout import QUANTISED, TILE, WORD, Layout
 from dsv4lib.ops.moe_gemm.config import EPILOGUE_THREADS
 from dsv4lib.ops.moe_gemm.epilogue import Ends, swiglu
 from dsv4lib.ops.moe_gemm.load import Depth, Rings, Sources
 from dsv4lib.ops.moe_gemm.schedule import Groups, Place, Tile
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
-
-QUANTISED = {"w4a8": "mxfp8", "nvfp4": "nvfp4"}  # what L1 writes
 
 
 class Memory(NamedTuple):

@@ -57,6 +57,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {"w4a8": Format(8, 32, 128), "nvfp4": Format(4, 16, 256)}
+QUANTISED = {"w4a8": "mxfp8", "nvfp4": "nvfp4"}  # what L1 writes
 
 
 def ceil_to(x: int, unit: int) -> int:

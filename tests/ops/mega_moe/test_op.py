@@ -17,7 +17,7 @@ from dsv4lib.ops.mega_moe.arguments import fake_args
 from dsv4lib.ops.mega_moe.faults import CAUGHT_BY, FAULTS, NEEDS, NVFP4, SCHEDULE, TWO_CALLS
 from dsv4lib.ops.mega_moe.inputs import CLAMP, case, rerouted, x_scale_of_all
 from dsv4lib.ops.mega_moe.kernel import TILES, MegaMoe
-from dsv4lib.ops.mega_moe.layers import QUANTISED
+from dsv4lib.ops.mega_moe.layout import QUANTISED
 from dsv4lib.ops.mega_moe.op import Call
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch
