@@ -8,14 +8,16 @@ The memory of tokens that a rank does not have is NaN: who reads it, shows it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, nvfp4, scale_swizzle, ue8m0
 from dsv4lib.ops.mega_moe.layout import FORMATS, Layout
-from dsv4lib.ops.moe_gemm.operands import Operand
+
+if TYPE_CHECKING:
+    from dsv4lib.ops.moe_gemm.operands import Operand
 
 CLAMP = 10.0
 MASKED = 0.15  # share of routes that are -1
@@ -92,6 +94,8 @@ class Case:
 
     def as_one_rank(self) -> Case:
         """All tokens on one rank that owns all experts."""
+        from dsv4lib.ops.moe_gemm.operands import Operand  # needs the DSL
+
         one = self.layout
         layout = replace(one, world=1, max_tokens=one.world * one.max_tokens)
         tokens = Tokens(*(torch.cat(parts) for parts in zip(*self.ranks, strict=True)))
@@ -207,6 +211,8 @@ def _matrix(generator: torch.Generator, experts: int, rows: int, columns: int) -
 
 
 def _shared(codes: Tensor, scales: Tensor, world: int) -> list[Operand]:
+    from dsv4lib.ops.moe_gemm.operands import Operand  # needs the DSL
+
     return [
         Operand(c.contiguous(), s.contiguous()) for c, s in zip(codes.chunk(world), scales.chunk(world), strict=True)
     ]
