@@ -19,13 +19,16 @@ _STACK: list[int] = []  # handles, the current one last
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Begin with no current context; what was current before is so again afterwards."""
+    """Begin with the first device's context where a thread of this process has made one current, else with none.
+
+    Packages remember for as long as the process lives that they have made it so.
+    """
     before = list(_STACK)
-    _STACK.clear()
+    _STACK[:] = [CONTEXT] * bool(before)
     try:
         yield
     finally:
-        _STACK[:] = before
+        _STACK[:] = before or [CONTEXT] * bool(_STACK)
 
 
 def current() -> int:
