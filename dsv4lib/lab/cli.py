@@ -287,7 +287,7 @@ def sanitize(
     describe: Describe = False,
     replay: Replay = False,
 ) -> None:
-    """Look for races and other hazards in a kernel: PTX, CUDA C++ or a CuTeDSL script, on an emulated GPU.
+    """Look for races and other hazards in a kernel: PTX, CUDA C++ or a script, on an emulated GPU.
 
     It is `emulate` with the race detector: exit 0: clean (lints included). 2: wrong arguments or description. 90: a
     check reported an error. 91: a launch was stopped: an impossible access, a deadlock, a limit. 92: the target cannot
