@@ -30,7 +30,8 @@ HELD = (
 
 
 def start(*arguments, launcher=("-m", "dsv4lib.lab.cli")):
-    given = {**os.environ, "PYTHONPATH": str(env.root()), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, (str(env.root()), os.environ.get("PYTHONPATH", ""))))
+    given = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "generate", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=given, bufsize=0)
 
