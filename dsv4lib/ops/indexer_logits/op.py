@@ -8,7 +8,8 @@
 
 One launch serves prefill, decode and any mixture; the host reads nothing, so a CUDA graph can capture it after one call
 of its size has compiled it. A score depends on its token, its key and nothing else of the batch, to the last bit.
-Blackwell has FP8 and FP4, a Hopper FP8; its tensor cores keep 13 bits below the largest product of a step.
+FP8 and FP4 on Blackwell and Hopper. Of FP8, a Hopper's tensor cores keep 13 bits below the largest product of a step;
+its FP4 is multiplied as bf16 (`sm90/fp4.py`).
 The oracle is `dsv4lib.reference.indexer.scores`.
 """
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dsv4lib import backends
-from dsv4lib.errors import ArgumentError, BackendUnavailable
+from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import e4m3, indexer_key, mxfp4
 from dsv4lib.formats.indexer_key import DIM
 from dsv4lib.ops.common import compile_cache, launching
@@ -31,6 +32,7 @@ from dsv4lib.ops.indexer_logits import arguments
 from dsv4lib.ops.indexer_logits.config import TILE_KEYS, VARIANTS, most_tokens
 from dsv4lib.ops.indexer_logits.sm90 import arguments as hopper_arguments
 from dsv4lib.ops.indexer_logits.sm90 import config as hopper
+from dsv4lib.ops.indexer_logits.sm90.fp4 import HopperLogitsFp4
 from dsv4lib.ops.indexer_logits.sm90.kernel import HopperLogits
 from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
 from dsv4lib.ops.indexer_q.op import IndexerQueries
@@ -94,7 +96,7 @@ def indexer_logits(
 
     Raises:
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
-        BackendUnavailable: the back end cannot run here, or its GPU is a Hopper and the format FP4.
+        BackendUnavailable: the back end cannot run here.
     """
     if out is None:
         if visible.table.dim() != 2:
@@ -182,13 +184,12 @@ class Call(NamedTuple):
 
 def _on_a_hopper(call: Call, backend: str) -> None:
     """Launch the Hopper's kernel."""
-    codes, scales, _ = call.queries
-    if scales is not None:
-        raise BackendUnavailable("op indexer_logits: FP4 has no kernel of sm_90a (fix: queries and keys in FP8)")
+    codes = call.queries.codes
+    kernel_type = HopperLogits if call.variant == "fp8" else HopperLogitsFp4
     settings = {"heads": codes.shape[1], "page_size": call.keys.page_size}
     count = launching.sm_count(codes.device) if backend == "native" else HOPPER_SM_COUNT
-    splits = hopper.splits_of(len(codes), call.out.shape[1], count, codes.shape[1])
-    kernel, code = compile_cache.default().get(HopperLogits, settings, hopper_arguments.fake_args, HOPPER)
+    splits = hopper.splits_of(len(codes), call.out.shape[1], count, codes.shape[1], call.variant)
+    kernel, code = compile_cache.default().get(kernel_type, settings, hopper_arguments.fake_args, HOPPER)
     given = hopper_arguments.launch_args(kernel, call, splits, launching.stream(backend, codes))
     launching.enqueue(backend, code, given)
 

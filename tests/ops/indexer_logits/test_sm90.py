@@ -9,18 +9,22 @@ from dsv4lib import backends
 from dsv4lib.dsl.compile import compile_for
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make as device
-from dsv4lib.errors import ArgumentError, BackendUnavailable, ConfigError
-from dsv4lib.formats import e4m3
+from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.formats import e4m3, mxfp4
 from dsv4lib.ops.indexer_logits.inputs import DIM, case
 from dsv4lib.ops.indexer_logits.op import indexer_logits
 from dsv4lib.ops.indexer_logits.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.indexer_logits.sm90.config import splits_of
-from dsv4lib.ops.indexer_logits.sm90.faults import CAUGHT_BY, FAULTS
+from dsv4lib.ops.indexer_logits.sm90.faults import CAUGHT_BY, FAULTS, FP4_FAULTS
+from dsv4lib.ops.indexer_logits.sm90.fp4 import HopperLogitsFp4
 from dsv4lib.ops.indexer_logits.sm90.kernel import HopperLogits
 from tests.budget import built, small
+from tests.cases import cases
 
 ARCH = "sm_90a"
-BOUND = 2.0**-11  # of the sum of magnitudes: the tensor core keeps 13 bits below the largest product of a step
+KERNELS = {"fp8": HopperLogits, "fp4": HopperLogitsFp4}
+# Of the sum of magnitudes. FP8: the tensor core keeps 13 bits below the largest product of a step; FP4: fp32.
+BOUNDS = {"fp8": 2.0**-11, "fp4": 2.0**-21}
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 EMPTY = 7.0  # in scores that are not to be written
 RUNS = {  # heads, page size, splits; request and length of each token
@@ -44,19 +48,25 @@ def call_of(made, out):
     return SimpleNamespace(queries=made.queries, keys=made.keys, visible=made.visible, out=out)
 
 
-def kernel_of(name):
+def kernel_of(name, variant="fp8"):
     heads, page_size, splits, *rows = RUNS[name]
-    kernel, code = built(HopperLogits, fake_args, ARCH, heads=heads, page_size=page_size)
-    return kernel, code, splits, case("fp8", *rows, heads=heads, page_size=page_size)
+    kernel, code = built(KERNELS[variant], fake_args, ARCH, heads=heads, page_size=page_size)
+    return kernel, code, splits, case(variant, *rows, heads=heads, page_size=page_size)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_numbers(name):
-    kernel, code, splits, made = kernel_of(name)
+FP4 = [("mixed runs", "fp4"), ("many heads", "fp4")]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    cases(*((name, "fp8") for name in RUNS), *FP4, full=[one for name in RUNS if (one := (name, "fp4")) not in FP4]),
+)
+def test_numbers(name, variant):
+    kernel, code, splits, made = kernel_of(name, variant)
     found, gpu = run(made, kernel, code, splits)
     assert not gpu.hazards, gpu.hazards
     written = made.written(found.shape[1])
-    assert (found[~written] == EMPTY).all() and made.error(found) <= BOUND
+    assert (found[~written] == EMPTY).all() and made.error(found) <= BOUNDS[variant]
     assert (code.local_bytes, code.spills) == (0, 0) and code.registers <= 168 and small(code)
     rows = {row.resource: row for row in kernel.budget()}
     assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
@@ -64,8 +74,9 @@ def test_numbers(name):
     assert code.threads == rows["threads"].used
 
 
-def test_every_schedule_gives_the_same_bits():
-    kernel, code, splits, made = kernel_of("mixed runs")
+@pytest.mark.parametrize("variant", KERNELS)
+def test_every_schedule_gives_the_same_bits(variant):
+    kernel, code, splits, made = kernel_of("mixed runs", variant)
     results = []
     for schedule in SCHEDULES:
         found, gpu = run(made, kernel, code, splits, schedule=schedule, seed=3)
@@ -85,13 +96,14 @@ def test_a_score_depends_on_its_token_and_key_alone():
     assert all(torch.equal(one, results[0]) for one in results)
 
 
-def test_hard_keys():
+@pytest.mark.parametrize("variant", KERNELS)
+def test_hard_keys(variant):
     """Equal keys score equally, keys of zeros score 0, and a NaN stays with its own key."""
     keys = torch.randn(1, 1, DIM, generator=torch.Generator().manual_seed(1)).repeat(1, 140, 1)
     keys[0, 40:70] = 0.0
     keys[0, 90, 3] = float("nan")
-    kernel, code = built(HopperLogits, fake_args, ARCH, heads=64, page_size=64)
-    row = run(case("fp8", [0], [140], keys=keys), kernel, code)[0][0, :140]
+    kernel, code = built(KERNELS[variant], fake_args, ARCH, heads=64, page_size=64)
+    row = run(case(variant, [0], [140], keys=keys), kernel, code)[0][0, :140]
     others = torch.cat((row[:40], row[70:90], row[91:]))
     assert (others == others[0]).all() and others[0] != 0 and not row[40:70].any()
     assert row[90].isnan() and row.isnan().sum() == 1
@@ -110,6 +122,31 @@ def test_small_integers_are_exact():
     assert torch.equal(found[:, :70].double(), want[:, :70])
 
 
+def test_codes_and_scales_of_fp4_are_exact():
+    """All codes of queries and keys; scales of a key's blocks that differ by up to 2^254, and of a query's heads."""
+    generator = torch.Generator().manual_seed(4)
+    made = case("fp4", [0], [64 * 3])
+    codes = made.queries.codes
+    codes.copy_(torch.randint(256, codes.shape, generator=generator))
+    made.queries.scales.copy_(torch.randint(100, 150, (64, 1), generator=generator).expand(1, 64, 4))
+    made.queries.weights.copy_(torch.randn(1, 64, generator=generator))
+    pages, page_size = made.keys
+    row = torch.tensor([[127, 127, 127, 127], [0, 0, 0, 0], [0, 254, 1, 2], [90, 215, 89, 91], [3, 1, 0, 2]])
+    pages.random_(256, generator=generator)
+    scales = pages[:, 64 * page_size :].view(len(pages), page_size, 4)
+    scales.copy_(row.repeat(13, 1)[:page_size])
+    stored = pages[made.visible.table.long()[0]]
+    packed, e8m0 = stored[:, : 64 * page_size].reshape(-1, 64), stored[:, 64 * page_size :].reshape(-1, 4)
+    keys = mxfp4.dequantize(mxfp4.MXFP4Tensor(packed, e8m0), torch.float64)[None]
+    values = mxfp4.dequantize(mxfp4.MXFP4Tensor(codes, made.queries.scales), torch.float64)
+    made = made._replace(values=values, keys_of=keys)
+    kernel, code = built(HopperLogitsFp4, fake_args, ARCH, heads=64, page_size=64)
+    found = run(made, kernel, code)[0]
+    fits = made.wanted()[1][0] < 2.0**120  # the others are infinite in fp32
+    want, size = (one[0, fits] for one in made.wanted())
+    assert fits.sum() > 150 and ((found[0, : len(fits)][fits].double() - want).abs() <= 2.0**-21 * size + 2.0**-140).all()
+
+
 def test_pages_past_a_length_may_be_anything():
     kernel, code = built(HopperLogits, fake_args, ARCH, heads=64, page_size=64)
     made = case("fp8", [0, 1], [64, 200])
@@ -119,33 +156,35 @@ def test_pages_past_a_length_may_be_anything():
     assert not gpu.hazards and torch.equal(found, want)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(name):
-    right, code, splits, made = kernel_of("many heads")
+@pytest.mark.parametrize(
+    ("name", "variant"), [*((name, "fp8") for name in FAULTS), *((name, "fp4") for name in FP4_FAULTS)]
+)
+def test_faults_are_found(name, variant):
+    right, code, splits, made = kernel_of("many heads", variant)
 
     def findings(kernel, code):
         found, gpu = run(made, kernel, code, splits)
         kinds = {hazard.kind for hazard in gpu.hazards}
-        return kinds if made.error(found) <= BOUND else kinds | {"wrong numbers"}
+        return kinds if made.error(found) <= BOUNDS[variant] else kinds | {"wrong numbers"}
 
-    wrong = FAULTS[name](heads=128, page_size=256)
+    wrong = (FAULTS | FP4_FAULTS)[name](heads=128, page_size=256)
     assert CAUGHT_BY[name] in findings(wrong, compile_for(wrong, fake_args(wrong), ARCH))
     assert findings(right, code) == set()
 
 
-def test_the_op_on_an_emulated_hopper():
-    made = case("fp8", [0, 1, 2], [70, 0, 130])
+@pytest.mark.parametrize("variant", KERNELS)
+def test_the_op_on_an_emulated_hopper(variant):
+    made = case(variant, [0, 1, 2], [70, 0, 130])
     out = torch.full((3, made.keys_of.shape[1]), EMPTY)
     with backends.emulating(ARCH):
         assert indexer_logits(*made[:3], out=out, backend="emulator") is out
-        assert (out[~made.written(out.shape[1])] == EMPTY).all() and made.error(out) <= BOUND
-        with pytest.raises(BackendUnavailable, match="FP4 has no kernel of sm_90a"):
-            indexer_logits(*case("fp4", [0], [5])[:3], backend="emulator")
+        assert (out[~made.written(out.shape[1])] == EMPTY).all() and made.error(out) <= BOUNDS[variant]
 
 
 def test_splits_fill_the_gpu():
     assert splits_of(1, 64 * 5000, 132) == 660
     assert splits_of(1, 64 * 5000, 132, 128) == 396
+    assert splits_of(1, 64 * 5000, 132, 64, "fp4") == 528
     assert splits_of(1, 300, 132) == 5
     assert splits_of(1000, 1 << 18, 132) == 1
 

@@ -1,6 +1,7 @@
-"""Faults of the Hopper kernel of the scores, one at a time. A class is the kernel with one thing replaced.
+"""Faults of the Hopper kernels of the scores, one at a time. A class is the kernel with one thing replaced.
 
-`FAULTS` holds them by name, `CAUGHT_BY` what finds each: "wrong numbers", "stray bytes" or a kind of hazard.
+`FAULTS` holds those of the FP8 kernel by name, `FP4_FAULTS` those of what the FP4 kernel does otherwise, `CAUGHT_BY`
+what finds each: "wrong numbers" or a kind of hazard.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from dsv4lib.ops.indexer_logits.sm90.fp4 import HopperLogitsFp4, placed_pairs
 from dsv4lib.ops.indexer_logits.sm90.kernel import HopperLogits
 
 
@@ -54,6 +56,30 @@ class HastyCopies(HopperLogits):
         """Do not wait."""
 
 
+class FirstScale(HopperLogitsFp4):
+    """All blocks of a key have the scale of the first: right where they are equal."""
+
+    def scale_of(self, block: Int32) -> Int32:
+        """Return the first."""
+        return Int32(0)
+
+
+class ScalesNotExchanged(HopperLogitsFp4):
+    """A lane's block is relative to its own scale, not to the largest of the key."""
+
+    def largest(self, own: Int32) -> Int32:
+        """Forget the other lanes."""
+        return cutlass.max(own, Int32(1))
+
+
+class NibblesReversed(HopperLogitsFp4):
+    """Registers of a word in the other order than the queries have."""
+
+    def placed(self, word: Int32) -> list:
+        """Return the last first."""
+        return placed_pairs(word)[::-1]
+
+
 _ALL = (
     (NoRelu, "wrong numbers"),
     (PagesInOrder, "wrong numbers"),
@@ -61,5 +87,7 @@ _ALL = (
     (UnwatchedQueries, "missing_proxy_fence"),
     (HastyCopies, "race_through_completion"),
 )
+_FP4 = tuple((kind, "wrong numbers") for kind in (FirstScale, ScalesNotExchanged, NibblesReversed))
 FAULTS = {kind.__name__: kind for kind, _ in _ALL}
-CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
+FP4_FAULTS = {kind.__name__: kind for kind, _ in _FP4}
+CAUGHT_BY = {kind.__name__: found for kind, found in (*_ALL, *_FP4)}

@@ -44,7 +44,6 @@ from dsv4lib.ops.indexer_logits.sm90.config import (
     DIM,
     PIECE,
     SCALE_BYTES,
-    STAGE_BYTES,
     THREADS,
     TILE_KEYS,
     Config,
@@ -80,6 +79,7 @@ class HopperLogits(Config):
     def __call__(
         self,
         mQ: cute.Tensor,
+        mScales: cute.Tensor | None,
         mWeights: cute.Tensor,
         mPages: cute.Tensor,
         tables: Tables,
@@ -90,7 +90,8 @@ class HopperLogits(Config):
         """Launch a CTA for each token and part of its keys.
 
         Args:
-            mQ: uint8 [T, H, 128]. mWeights: fp32 [T, H].
+            mQ: uint8 [T, H, bytes of a head]. mScales: int32 [T, H], four of FP4's scales a word, else None.
+            mWeights: fp32 [T, H].
             mPages: uint8 [P, bytes of a page].
             tables: see there.
             mOut: fp32 [T, L].
@@ -101,17 +102,25 @@ class HopperLogits(Config):
         @cute.struct
         class Storage:
             queries: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.query_bytes], 1024]
-            keys: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * STAGE_BYTES], 128]
+            keys: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.stage_bytes], 128]
             full: cute.struct.MemRange[cutlass.Int64, self.stages]
             empty: cute.struct.MemRange[cutlass.Int64, self.stages]
 
         self.storage = Storage
-        self.kernel(mQ, mWeights, mPages, tables, mOut).launch(
-            grid=(splits, mQ.shape[0], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        self.kernel(mQ, mScales, mWeights, mPages, tables, mOut).launch(
+            grid=(splits, mWeights.shape[0], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, mQ: cute.Tensor, mWeights: cute.Tensor, mPages: cute.Tensor, tables: Tables, mOut: cute.Tensor):
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mScales: cute.Tensor | None,
+        mWeights: cute.Tensor,
+        mPages: cute.Tensor,
+        tables: Tables,
+        mOut: cute.Tensor,
+    ):
         """Ask for the first keys, queries to shared memory, then tile after tile."""
         split, token, _ = cute.arch.block_idx()
         splits, _, _ = cute.arch.grid_dim()
@@ -137,7 +146,7 @@ class HopperLogits(Config):
                 for i in cutlass.range_constexpr(self.stages - 1):
                     if first + i < end:
                         self.load_keys(mPages, table, first + i, length, ring, Int32(i))
-            self.load_queries(mQ, token, queries)
+            self.load_queries(mQ, mScales, token, queries)
             rWeights = self.load_weights(mWeights, token)
             self.queries_written()
             cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
@@ -160,8 +169,8 @@ class HopperLogits(Config):
                     stage, parity = Int32(0), parity ^ 1
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, token: Int32, queries: Int32):
-        """Store a token's heads in the order of K that the keys have, swizzled."""
+    def load_queries(self, mQ: cute.Tensor, mScales: cute.Tensor | None, token: Int32, queries: Int32):
+        """Store a token's heads in the order of K that the keys have, swizzled. FP8 heads have no scales here."""
         thread, _, _ = cute.arch.thread_idx()
         rPiece = cute.make_rmem_tensor(PIECE, cutlass.Uint8)
         words = cute.recast_tensor(rPiece, Int32)
@@ -209,25 +218,25 @@ class HopperLogits(Config):
         A part without keys gets those of the last page again.
         """
         parts, keys = TILE_KEYS // self.part, self.part
-        full, size = ring.full + stage, keys * (DIM + SCALE_BYTES)
+        full, size = ring.full + stage, keys * (self.key_bytes + SCALE_BYTES)
         cute.arch.mbarrier_arrive_and_expect_tx(full, parts * size)
         for part in cutlass.range_constexpr(parts):
             key = tile * TILE_KEYS + part * keys
             page = mPages[self.page_of(table, cutlass.min(key, length - 1)), None].iterator.toint()
-            target = ring.keys + (stage * STAGE_BYTES + part * size)
+            target = ring.keys + (stage * self.stage_bytes + part * size)
             if cutlass.const_expr(keys == self.page_size):
                 bulk.load_bulk(target, page, Int32(size), full)
             else:
                 place = key % self.page_size
-                bulk.load_bulk(target, page + place * DIM, Int32(keys * DIM), full)
-                scales = page + (self.page_size * DIM + place * SCALE_BYTES)
-                bulk.load_bulk(target + keys * DIM, scales, Int32(keys * SCALE_BYTES), full)
+                bulk.load_bulk(target, page + place * self.key_bytes, Int32(keys * self.key_bytes), full)
+                scales = page + (self.page_size * self.key_bytes + place * SCALE_BYTES)
+                bulk.load_bulk(target + keys * self.key_bytes, scales, Int32(keys * SCALE_BYTES), full)
 
     def take(self, ring: Ring, stage: Int32) -> tuple[list, list]:
         """Load this thread's words of A and its keys' scales."""
         thread, _, _ = cute.arch.thread_idx()
         row = thread // 32 * 16 + thread % 32 // 4
-        base = ring.keys.toint() + stage * STAGE_BYTES + row // self.part * (self.part * (DIM + SCALE_BYTES))
+        base = ring.keys.toint() + stage * self.stage_bytes + row // self.part * (self.part * (DIM + SCALE_BYTES))
         place = row % self.part
         words = []
         for half in range(2):
