@@ -50,7 +50,7 @@ def transformer(
         precision: of linear layers stored in FP8, see `layers.dense`.
         experts: mode of routed experts, see `loader.moe`; None: that of their format, without loss. Shared experts are
             never rounded: bf16 with bf16, else the mode of their format.
-        keys: format of indexer keys, "fp4" or "fp8"; None: that which the architecture has a kernel for, FP4 first.
+        keys: format of indexer keys, "fp4" or "fp8"; None: FP4, on a Hopper FP8 (`key_format`).
         mtp: read the draft block, too. backend: of every op. progress: called after each layer.
         arch: whose operands to make, "sm_100a", "sm_103a" or "sm_90a"; None: that of the back end. What an op has no
             kernel for on it is refused when it runs.
@@ -96,7 +96,7 @@ def transformer(
 
 
 def key_format(arch: str) -> str:
-    """Choose the format of indexer keys that ``arch`` has a kernel for: FP4, on a Hopper FP8."""
+    """Choose the format of indexer keys: FP4, as the model was trained; on a Hopper, which has no FP4 MMA, FP8."""
     return "fp8" if arch == HOPPER else "fp4"
 
 

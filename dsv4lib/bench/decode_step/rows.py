@@ -7,7 +7,7 @@
 | `routed_moe`     | dispatch, `ExpertStack`, combine | none         | fp64, activations as they come   |
 | `shared_expert`  | `Fp8Expert`                      | none         | fp64, activations as they come   |
 | `fmha`           | `fmha`                           | none         | the op's oracle                  |
-| `indexer_logits` | `indexer_logits`, fp8            | DeepGEMM     | the op's oracle                  |
+| `indexer_logits` | `indexer_logits`, fp8 or fp4     | DeepGEMM fp8 | the op's oracle                  |
 
 An op without a kernel for this GPU is absent by its own words. Weights are random bits without NaN, scales small powers
 of two. Bytes are those of the floors: weights of the experts that random routing is expected to reach, entries and
@@ -331,28 +331,32 @@ def attention(kind: LayerKind, context: int, tokens: int) -> Row:
     )
 
 
-def logits(context: int, tokens: int) -> Row:
-    """Score all FP8 keys of a CSA layer's indexer, one token a request."""
+def logits(context: int, tokens: int, variant: str = "fp8") -> Row:
+    """Score all keys of a CSA layer's indexer, one token a request; "fp4" is what no peer has on a Hopper."""
     heads, dim, length = FLASH.index_heads, FLASH.index_dim, context // FLASH.csa_rate
-    pages = -(-length // PAGE)
+    pages, layout = -(-length // PAGE), indexer_key.FP8_LAYOUT if variant == "fp8" else indexer_key.FP4_LAYOUT
 
     def given(generator: torch.Generator) -> Given:
         device = generator.device
         q = torch.randn(tokens, heads, dim, generator=generator, device=device)
-        found = {"q": q.to(torch.float8_e4m3fn).view(torch.uint8)}
+        if variant == "fp8":
+            found = {"q": q.to(torch.float8_e4m3fn).view(torch.uint8)}
+        else:
+            codes = mxfp4.quantize(q)
+            found = {"q": codes.packed, "q_scales": codes.scales}
         found["weights"] = torch.randn(tokens, heads, generator=generator, device=device)
 
         def append(pool: Tensor, page: int, indices: Tensor, keys: Tensor) -> None:
-            indexer_key.append(pool, page, indices, keys, "fp8")
+            indexer_key.append(pool, page, indices, keys, variant)
 
-        found["keys"] = _pool(tokens * pages, append, indexer_key.FP8_LAYOUT, dim, generator)
+        found["keys"] = _pool(tokens * pages, append, layout, dim, generator)
         found["table"] = torch.arange(tokens * pages, device=device).int().view(tokens, pages)
         found["requests"] = torch.arange(tokens, device=device).int()
         found["lengths"] = torch.full((tokens,), length, device=device).int()
         return found
 
     def run(given: Given, out: Outputs, backend: str) -> None:
-        queries = IndexerQueries(given["q"], None, given["weights"])
+        queries = IndexerQueries(given["q"], given.get("q_scales"), given["weights"])
         visible = Visible(given["table"], given["requests"], given["lengths"])
         indexer_logits(queries, KeyPages(given["keys"], PAGE), visible, out=out["scores"], backend=backend)
 
@@ -375,10 +379,10 @@ def logits(context: int, tokens: int) -> Row:
     ours = providers.in_place(OURS, new, lambda given, out: run(given, out, BACKEND))
     return Row(
         "indexer_logits",
-        f"Flash fp8 {context >> 10}K T {tokens}",
-        bytes=tokens * length * (indexer_key.FP8_LAYOUT.entry_bytes + 4),
+        f"Flash {variant} {context >> 10}K T {tokens}",
+        bytes=tokens * length * (layout.entry_bytes + 4),
         flops=2 * tokens * heads * length * dim,
         given=given,
         check=check,
-        providers=(_refused_is_absent(ours), Provider("DeepGEMM", deep_gemm)),
+        providers=(_refused_is_absent(ours), *([Provider("DeepGEMM", deep_gemm)] if variant == "fp8" else [])),
     )

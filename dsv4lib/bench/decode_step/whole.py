@@ -41,6 +41,7 @@ from dsv4lib.bench.ops import harness, timing
 from dsv4lib.config import FLASH, LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.formats import indexer_key, kv_entry
+from dsv4lib.layers.attention import KEYS
 from dsv4lib.loader import names
 from dsv4lib.loader.model import transformer
 from dsv4lib.loader.safetensors import Cut
@@ -147,10 +148,12 @@ def cut(config: ModelConfig, pairs: int) -> ModelConfig:
     return replace(config, n_layers=count, compress_ratios=(*config.compress_ratios[:count], 0))
 
 
-def model_of(config: ModelConfig, batch: int, context: int, device: str, backend: str) -> Transformer:
-    """Make a model with random weights and caches."""
+def model_of(
+    config: ModelConfig, batch: int, context: int, device: str, backend: str, keys: str | None = None
+) -> Transformer:
+    """Make a model with random weights and caches. ``keys`` is the format of indexer keys, None: the default."""
     listed = Listed(Drawn(config, "mxfp4", device), config, "mxfp4")
-    made = transformer(listed, places=batch, capacity=context, backend=backend, arch=ARCH).to(device)
+    made = transformer(listed, places=batch, capacity=context, backend=backend, arch=ARCH, keys=keys).to(device)
     made.allocate()
     fill(made, torch.Generator(device).manual_seed(1))
     return made
@@ -218,11 +221,11 @@ def timed(run: Any, kernels: bool) -> tuple[float, dict[str, float]]:
     return statistics.median(times[2:]), found
 
 
-def measure(batch: int, context: int, pairs: tuple[int, int], kernels: bool) -> Timed:
+def measure(batch: int, context: int, pairs: tuple[int, int], kernels: bool, keys: str | None = None) -> Timed:
     """Time both models."""
     found = []
     for count in pairs:
-        model = model_of(cut(FLASH, count), batch, context, "cuda", BACKEND)
+        model = model_of(cut(FLASH, count), batch, context, "cuda", BACKEND, keys)
         found.append(timed(step_of(model, batch, context), kernels and count == pairs[1]))
         del model
         torch.cuda.empty_cache()
@@ -239,6 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", default=",".join(map(str, BATCHES)), help="requests, with commas between them")
     parser.add_argument("--context", default="32768", help=f"tokens of each, of {', '.join(map(str, CONTEXTS))}")
     parser.add_argument("--pairs", default="1,3", help="of layers, of the short and the long model")
+    parser.add_argument(
+        "--keys", choices=sorted(KEYS), help="format of indexer keys, not recorded [default: the model's]"
+    )
     parser.add_argument("--kernels", action="store_true", help="list what each kernel takes")
     parser.add_argument("--record", type=Path, help="folder to write to")
     parser.add_argument("--history", type=Path, help="add the times to the history in this folder")
@@ -248,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs = numbers(given.pairs, "pairs", PAIRS)
         if len(pairs) != 2 or pairs[0] >= pairs[1]:
             raise ArgumentError("pairs", given.pairs, "two numbers, the smaller one first")
+        if given.keys and (given.record or given.history):
+            raise ArgumentError("keys", given.keys, "nothing with --record or --history: they hold the default's times")
     except DSV4Error as error:
         print(error, file=sys.stderr)
         return 2
@@ -258,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for context in contexts:
         for batch in batches:
-            found = measure(batch, context, (pairs[0], pairs[1]), given.kernels)
+            found = measure(batch, context, (pairs[0], pairs[1]), given.kernels, given.keys)
             rows.append(found)
             short_us, long_us = found.us
             print(f"b {batch}, {context} tokens: {short_us:.0f} and {long_us:.0f} us, a pair {found.pair_us:.1f}")

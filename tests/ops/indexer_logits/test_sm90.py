@@ -144,7 +144,9 @@ def test_codes_and_scales_of_fp4_are_exact():
     found = run(made, kernel, code)[0]
     fits = made.wanted()[1][0] < 2.0**120  # the others are infinite in fp32
     want, size = (one[0, fits] for one in made.wanted())
-    assert fits.sum() > 150 and ((found[0, : len(fits)][fits].double() - want).abs() <= 2.0**-21 * size + 2.0**-140).all()
+    assert (
+        fits.sum() > 150 and ((found[0, : len(fits)][fits].double() - want).abs() <= 2.0**-21 * size + 2.0**-140).all()
+    )
 
 
 def test_pages_past_a_length_may_be_anything():

@@ -49,7 +49,9 @@ class Config:
         """Shared memory and threads of one CTA."""
         return [
             BudgetRow("SMEM: queries", self.query_bytes, SMEM_LIMIT, "B", f"{self.heads} heads x {self.operand_row} B"),
-            BudgetRow("SMEM: keys", self.stages * self.stage_bytes, SMEM_LIMIT, "B", f"{self.stages} x {self.stage_bytes} B"),
+            BudgetRow(
+                "SMEM: keys", self.stages * self.stage_bytes, SMEM_LIMIT, "B", f"{self.stages} x {self.stage_bytes} B"
+            ),
             BudgetRow("SMEM: barriers", 16 * self.stages, SMEM_LIMIT, "B", f"2 x {self.stages} mbarriers x 8 B"),
             BudgetRow("threads", THREADS, 1024, "threads", "one warpgroup"),
         ]
