@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -145,12 +145,12 @@ def check_name(name: str) -> None:
         raise ArgumentError("backend", name, "one of " + ", ".join(NAMES))
 
 
-def resolve(name: str, arch: str = "sm_100a", kernel: bool = True) -> str:
+def resolve(name: str, arch: str | Sequence[str] = "sm_100a", kernel: bool = True) -> str:
     """The back end that a choice means here.
 
     Args:
         name: `auto`, `native`, `emulator` or `reference`.
-        arch: the architecture the kernels are compiled for.
+        arch: the architecture the kernels are compiled for, or several: native wants a GPU of one of them.
         kernel: True if a kernel must run; then `auto` never means `reference`.
 
     Returns:
@@ -161,19 +161,30 @@ def resolve(name: str, arch: str = "sm_100a", kernel: bool = True) -> str:
         BackendUnavailable: it cannot run here; the message says why and what would help.
     """
     check_name(name)
+    archs = (arch,) if isinstance(arch, str) else tuple(arch)
     if name != "auto":
-        found = status(name, arch)
+        found = _first(name, archs)
         if not found.available:
             raise BackendUnavailable(f"back end {name} cannot run here: {found.reason} (fix: {found.fix})")
         return name
-    tried = [status("native", arch), status("emulator", arch)]
+    tried = [_first("native", archs), _first("emulator", archs)]
     for candidate in tried:
         if candidate.available:
             return candidate.name
     if not kernel:
         return "reference"
     why = "; ".join(f"{s.name}: {s.reason}" for s in tried)
-    raise BackendUnavailable(f"no back end runs {arch} kernels here ({why})")
+    raise BackendUnavailable(f"no back end runs {' or '.join(archs)} kernels here ({why})")
+
+
+def runs(name: str, archs: Sequence[str]) -> str:
+    """Return the architecture whose code a back end of `resolve` runs here: the first that it can, else the first."""
+    return next((arch for arch in archs if status(name, arch).available), archs[0])
+
+
+def _first(name: str, archs: Sequence[str]) -> Status:
+    """Status for the first architecture that it is available for, else for the first."""
+    return status(name, runs(name, archs))
 
 
 def device(name: str) -> str:

@@ -59,6 +59,17 @@ def test_auto_prefers_native_then_emulator_and_never_reference_for_a_kernel(mach
     assert backends.resolve("auto", "sm_100a", kernel=False) == "reference"
 
 
+def test_any_of_several_architectures_is_native(machine):
+    machine((9, 0), emulator=True)
+    both = "sm_100a", "sm_90a"
+    assert backends.resolve("auto", both) == backends.resolve("native", both) == "native"
+    assert (backends.runs("native", both), backends.runs("emulator", both)) == ("sm_90a", "sm_100a")
+    machine((8, 6), emulator=True)
+    assert backends.resolve("auto", both) == "emulator"
+    with pytest.raises(BackendUnavailable, match="sm_100a needs 10.0"):
+        backends.resolve("native", both)
+
+
 def test_an_explicit_choice_never_falls_back(machine):
     machine(emulator=True)
     with pytest.raises(BackendUnavailable, match="native"):

@@ -219,6 +219,7 @@ class Stage(_Strict):
     notebook: str = Field(description="path inside the workspace; it decides the place in the reading order")
     kernel: bool = Field(description="whether the stage runs a kernel; if so it is skipped under `reference`")
     arch: str = Field(default="sm_100a", description="the architecture whose code the stage runs")
+    also: list[str] = Field(default=[], description="further architectures: a GPU of one of them runs it natively, too")
     parameters: dict[Identifier, Parameter] = Field(description="by name; exactly those of the notebook")
     sets: dict[Literal["quick", "nightly", "b200", "hopper"], ParameterSet] = Field(
         default={},
@@ -234,6 +235,11 @@ class Stage(_Strict):
     def name(self) -> str:
         """Name of the stage: its folder under `stages/`."""
         return self._name
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """List the architectures that its kernels are made for, the one of the emulator first."""
+        return (self.arch, *self.also)
 
     @property
     def root(self) -> Path:

@@ -107,7 +107,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]
             record = Record(
                 run_id=self.plan.run_id, job=job.name, attempt=0, stage=job.stage, title="t", set=job.set,
                 kind=job.kind, negative="", expect_fail="", overrides=job.overrides, parameters=job.parameters,
-                backend=job.backend, arch=stage.arch if stage.kernel else "", fingerprint="", stage_fingerprint="",
+                backend=job.backend, arch=runner._arch(job, stage), fingerprint="", stage_fingerprint="",
                 versions={}, machine={}, commit=self.plan.commit, label=self.plan.label, verdict=kind, reason=reason,
                 started=datetime.now(UTC), seconds=1.0, time_limit_s=9.0, gates=gates,
             )  # fmt: skip

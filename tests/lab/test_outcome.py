@@ -164,6 +164,16 @@ def test_which_jobs_had_to_run_natively(tmp_path: Path, changes: dict[str, Any],
     assert ended(tmp_path, [one]).not_native == []
 
 
+def test_a_stage_of_two_architectures_has_to_run_natively_on_both(
+    make: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the emulator runs it, as SM100, in the set of a Hopper."""
+    made = make("one", kernel=True, also=["sm_90a"])
+    monkeypatch.setattr(outcome.contract, "load", lambda name: made)
+    one = record(arch="sm_100a", backend="emulator", set="hopper")
+    assert ended(tmp_path, [one], required="native").not_native == ["one-00"]
+
+
 def run(root: Path, **wish: Any) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=400)
     code = command.run(command.Wish(**wish), console, root)
@@ -205,14 +215,22 @@ def test_the_set_hopper_has_the_stages_that_name_it(
         run(tmp_path, set_name="hopper")
     make("hop", kernel=True, arch="sm_90a", sets={**needed, "hopper": one})
     make("both", kernel=True)
-    with pytest.raises(command.MissingGpu, match="hopper needs a GPU for hop:"):
+    make("either", kernel=True, also=["sm_90a"], sets={**needed, "hopper": one})
+    with pytest.raises(command.MissingGpu, match="hopper needs a GPU for either, hop:"):
         run(tmp_path, set_name="hopper")
     native = {"sm_90a": "native", "sm_100a": "emulator"}
-    monkeypatch.setattr(plan.backends, "resolve", lambda name, arch, kernel: native[arch] if kernel else "reference")
+
+    def resolve(name: str, archs: tuple[str, ...], kernel: bool) -> str:
+        return ("native" if "native" in {native[arch] for arch in archs} else "emulator") if kernel else "reference"
+
+    monkeypatch.setattr(plan.backends, "resolve", resolve)
+    monkeypatch.setattr(plan.backends, "runs", lambda name, archs: next(arch for arch in archs if native[arch] == name))
     assert run(tmp_path, set_name="hopper")[0] == 0
-    assert [job["job"] for job in left(tmp_path)["jobs"]] == ["hop-00"]
+    made = left(tmp_path)
+    assert [job["job"] for job in made["jobs"]] == ["either-00", "hop-00"]
+    assert {job["arch"] for job in made["jobs"]} == {"sm_90a"}
     with pytest.raises(command.MissingGpu, match="b200 needs a GPU for both:"):
-        run(tmp_path, set_name="b200")  # `hop`, which no B200 runs, does not matter
+        run(tmp_path, set_name="b200", stages=["both", "hop"])  # `hop`, which no B200 runs, does not matter
     native.update(sm_90a="emulator", sm_100a="native")
     assert run(tmp_path, set_name="b200")[0] == 0
 

@@ -161,7 +161,7 @@ def want_gpu(jobs: Sequence[plan.Job], stages: Sequence[Stage], wish: Wish) -> N
         return
     if wish.require == outcome.NOTHING:
         return
-    kernels = {stage.name for stage in stages if stage.kernel and stage.arch in GPU_SETS[wish.set_name]}
+    kernels = {one.name for one in stages if one.kernel and {*one.archs} & {*GPU_SETS[wish.set_name]}}
     free = [job for job in jobs if job.stage in kernels and job.parameters.get("backend", "auto") in ("auto", "native")]
     lacking = sorted({job.stage for job in free if job.backend != "native"})
     if lacking:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4lib.lab import ledger
+from dsv4lib.lab import stage as contract
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.report import junit, summary
 from dsv4lib.lab.run import manifest, runner
@@ -80,7 +81,15 @@ class Outcome:
 
 def _needs_gpu(record: Record) -> bool:
     free = record.parameters.get("backend", "auto") in ("auto", NATIVE)
-    return free and record.arch in GPU_SETS.get(record.set, (record.arch or None,))
+    return free and bool(record.arch) and not {*_archs(record)}.isdisjoint(GPU_SETS.get(record.set, (record.arch,)))
+
+
+def _archs(record: Record) -> tuple[str, ...]:
+    """Architectures that the record's stage has kernels for, as far as this workspace knows it."""
+    try:
+        return (record.arch, *contract.load(record.stage).archs)
+    except (contract.StageError, contract.UnknownStage):
+        return (record.arch,)
 
 
 def known_flaky(records: Sequence[Record], entries: Mapping[str, ledger.Entry]) -> dict[str, ledger.Entry]:

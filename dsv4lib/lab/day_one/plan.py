@@ -97,7 +97,7 @@ def _stages(arch: str) -> list[Step]:
 
     found = []
     for one in sorted(stage.discover(), key=lambda spec: spec.notebook):
-        if not one.kernel or one.arch != arch:
+        if not one.kernel or arch not in one.archs:
             continue
         options = (f"--stage={one.name}", f"--set={SETS[arch]}", "--backend=native", f"--out={OUT}")
         command = (sys.executable, "-m", "dsv4lib.lab.cli", "run", *options)

@@ -190,13 +190,13 @@ def _asked(wish: Wish, set_name: str | None = None) -> command.Wish:
 
 def _need_gpu(jobs: Sequence[Job], stages: Sequence[Stage], required: str) -> set[str]:
     """Names of the jobs that need a worker with a GPU: by their back end, or because their kernels must run on one."""
-    archs = {stage.name: stage.arch for stage in stages if stage.kernel}
+    archs = {stage.name: stage.archs for stage in stages if stage.kernel}
     need = set()
     for job in jobs:
         backend = job.parameters.get("backend", "auto")
         must = required == outcome.NATIVE and backend == "auto" and job.stage in archs
-        wanted = outcome.GPU_SETS.get(job.set, (archs.get(job.stage),))
-        if backend == outcome.NATIVE or (must and archs[job.stage] in wanted):
+        own = archs.get(job.stage, ())
+        if backend == outcome.NATIVE or (must and {*own} & {*outcome.GPU_SETS.get(job.set, own)}):
             need.add(job.name)
     return need
 

@@ -45,7 +45,7 @@ def card(stage: str, *, backend: str = "auto", seed: int = 0, **facts: Any) -> N
     spec = contract.load(stage)
     lines = {"stage": f"{spec.name} · {spec.title}", "back end": _backend_line(spec, backend)}
     if spec.kernel:
-        lines["architecture"] = spec.arch
+        lines["architecture"] = _runs(spec, backend)
     lines["seed"] = str(seed)
     lines |= {name: str(value) for name, value in facts.items()}
     shown = {name: found for name, found in env.versions().items() if found != "missing"}
@@ -132,13 +132,22 @@ def _number(name: str, value: Any) -> float:
 
 def _backend_line(spec: contract.Stage, chosen: str) -> str:
     try:
-        resolved = os.environ.get("DSV4_BACKEND") or backends.resolve(chosen, spec.arch, spec.kernel)
+        resolved = os.environ.get("DSV4_BACKEND") or backends.resolve(chosen, spec.archs, spec.kernel)
     except BackendUnavailable as error:
         return f"none: {error}"
     line = resolved if chosen == resolved else f"{resolved} (chosen: {chosen})"
     if spec.kernel and resolved == "reference":
         line += "; a kernel is not verified by the reference, so this stage's verdict will be: skipped"
     return line
+
+
+def _runs(spec: contract.Stage, chosen: str) -> str:
+    """The architecture whose code runs here."""
+    try:
+        resolved = os.environ.get("DSV4_BACKEND") or backends.resolve(chosen, spec.archs, spec.kernel)
+    except BackendUnavailable:
+        return spec.arch
+    return spec.arch if resolved == "reference" else backends.runs(resolved, spec.archs)
 
 
 def _show_table(results: list[GateResult], metrics: Mapping[str, float], skipped: Mapping[str, str]) -> None:

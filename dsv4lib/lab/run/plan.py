@@ -132,7 +132,7 @@ def resolve_here(job: Job, stage: Stage) -> Job:
 def _resolved(parameters: Mapping[str, Any], stage: Stage) -> tuple[str, str]:
     """The back end that runs this here; or "" and why none does."""
     try:
-        return backends.resolve(str(parameters.get("backend", "auto")), stage.arch, stage.kernel), ""
+        return backends.resolve(str(parameters.get("backend", "auto")), stage.archs, stage.kernel), ""
     except BackendUnavailable as error:
         return "", str(error)
 

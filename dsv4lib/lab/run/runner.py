@@ -25,7 +25,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from dsv4lib import env
+from dsv4lib import backends, env
 from dsv4lib.lab import records
 from dsv4lib.lab.commands.doctor import chromium_version
 from dsv4lib.lab.notebook import slices
@@ -440,7 +440,7 @@ class Supervisor:
         record = Record(
             run_id=self.plan.run_id, job=job.name, attempt=attempt, stage=job.stage, title=stage.title, set=job.set,
             kind=job.kind, negative=job.negative, expect_fail=job.expect_fail, overrides=job.overrides,
-            parameters=job.parameters, backend=job.backend, arch=stage.arch if stage.kernel else "",
+            parameters=job.parameters, backend=job.backend, arch=_arch(job, stage),
             fingerprint=self.plan.fingerprint,
             stage_fingerprint=job.stage_fingerprint, versions=self.plan.versions, machine=self.plan.machine,
             commit=self.plan.commit, dirty=self.plan.dirty, label=self.plan.label,
@@ -469,6 +469,13 @@ class Supervisor:
                 record = replace(record, verdict=Verdict.DISK_FULL, reason=full[0], notebook="")
         records.write(record, self.plan.folder)
         self.progress.finished(record)
+
+
+def _arch(job: Job, stage: Stage) -> str:
+    """The architecture whose code a job runs here; empty for a stage without a kernel."""
+    if not stage.kernel:
+        return ""
+    return backends.runs(job.backend, stage.archs) if job.backend in ("native", "emulator") else stage.arch
 
 
 def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None = None) -> Record:
