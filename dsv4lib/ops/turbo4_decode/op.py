@@ -30,6 +30,7 @@ MOST_SPLITS = 128
 MOST_ROWS = 65535  # requests and heads: of a grid's z and y
 MOST_TOKENS = (1 << 31) - (1 << 13)  # that 32 bits count, and tiles and splits past the last
 NEAR = 1.05  # of the best time
+MANY_TOKENS = 1 << 16  # of all requests: from here a table in shared memory is faster with heads of 128
 COMBINE, EACH = 2.0, 1 / 16  # steps that a second launch takes: not measured
 
 
@@ -56,7 +57,7 @@ def turbo4_decode(
     scale: float | None = None,
     seed: int = 0,
     splits: int = 0,
-    lookup: str = "registers",
+    lookup: str = "auto",
     out: Attention | None = None,
     backend: str = "auto",
 ) -> Attention:
@@ -74,7 +75,7 @@ def turbo4_decode(
         scale: of logits; None: D^-0.5.
         seed: of the signs, as in `turbo4_encode`.
         splits: of the tokens, combined by a second launch; 0: chosen from the shapes.
-        lookup: where centroids are looked up, "registers" or "shared"; the results are the same.
+        lookup: where centroids are looked up, "registers", "shared" or "auto" (`choose_table`); same results.
         out: to write into; None: new tensors.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
@@ -115,6 +116,15 @@ def choose_splits(units: int, steps: int, slots: int) -> int:
     choices = range(1, max(1, min(steps, MOST_SPLITS)) + 1)
     best = min(map(time, choices))
     return next(one for one in choices if time(one) <= NEAR * best)
+
+
+def choose_table(head_dim: int, tokens: int) -> str:
+    """Choose where centroids are looked up. Source: times on an H200 (`data/bench/turbo4.md`).
+
+    Args:
+        tokens: that the block tables of all requests have room for.
+    """
+    return "shared" if head_dim == 128 and tokens >= MANY_TOKENS else "registers"
 
 
 @op("turbo4_decode", mutates=("out",))
@@ -178,8 +188,8 @@ class Call(NamedTuple):
             raise ArgumentError("seed", self.seed, "0 to 2^31 - 1")
         if not 0 <= self.splits <= MOST_SPLITS:
             raise ArgumentError("splits", self.splits, f"0 to {MOST_SPLITS}")
-        if self.lookup not in TABLES:
-            raise ArgumentError("lookup", self.lookup, " or ".join(TABLES))
+        if self.lookup not in ("auto", *TABLES):
+            raise ArgumentError("lookup", self.lookup, ", ".join(("auto", *TABLES)))
 
     def check_values(self) -> None:
         """Check that tables name pages as far as lengths reach."""
@@ -211,7 +221,8 @@ class Call(NamedTuple):
         units = len(q) * kv_heads * -(-group // ROWS)
         splits = self.splits or choose_splits(units, -(-capacity // step_of(q.shape[2])), CTAS_AN_SM * sms)
         wanted = self.out if splits == 1 else self._partial(splits)
-        settings |= {"split": splits > 1, "table": self.lookup}
+        table = choose_table(q.shape[2], len(q) * capacity) if self.lookup == "auto" else self.lookup
+        settings |= {"split": splits > 1, "table": table}
         self._launch(backend, Turbo4Decode, settings, *wanted, splits)
         if splits > 1:
             kernel, code = _code(backend, Turbo4Combine, ends, arguments.fake_combine_args)

@@ -15,7 +15,15 @@ from dsv4lib.ops.turbo4_decode.arguments import combine_args, fake_args, fake_co
 from dsv4lib.ops.turbo4_decode.config import TILE
 from dsv4lib.ops.turbo4_decode.faults import FAULTS, RACES
 from dsv4lib.ops.turbo4_decode.kernel import Turbo4Decode
-from dsv4lib.ops.turbo4_decode.op import CTAS_AN_SM, Attention, Call, choose_splits, step_of, turbo4_decode
+from dsv4lib.ops.turbo4_decode.op import (
+    CTAS_AN_SM,
+    Attention,
+    Call,
+    choose_splits,
+    choose_table,
+    step_of,
+    turbo4_decode,
+)
 from dsv4lib.ops.turbo4_decode.output import Turbo4Combine
 from dsv4lib.pages.turbo4.run_case import attend, case, error_over_torch
 from tests.budget import built, small
@@ -68,6 +76,14 @@ def test_numbers(name, dtype, arch):
 def test_the_reference_is_the_oracle():
     result = run("two requests", BF16, "reference")
     assert torch.equal(result.o, result.want.o.bfloat16()) and torch.equal(result.lse, result.want.lse.float())
+
+
+def test_the_table_follows_the_measured_rows():
+    """Requests and tokens of each by row of data/bench/turbo4.md, dims, the faster table there."""
+    rows = [(1, 8192, 128, "registers"), (1, 65536, 128, "shared"), (8, 8192, 128, "shared")]
+    rows += [(32, 1024, 128, "registers"), (32, 8192, 128, "shared"), (128, 2048, 128, "shared")]
+    rows += [(32, 8192, 64, "registers"), (32, 4096, 512, "registers")]
+    assert [choose_table(dim, batch * tokens) for batch, tokens, dim, _ in rows] == [table for *_, table in rows]
 
 
 @pytest.mark.parametrize("name", cases("two requests", full=["latent", "one head"]))
