@@ -15,7 +15,7 @@ PROCESS_S, PROBE_S, STAGE_S, OP_S, COUNTERS_S = 1.0, 0.03, 30.0, 30.0, 60.0
 PROBE_LIMIT_S, STAGE_LIMIT_S, OP_LIMIT_S, COUNTERS_LIMIT_S = 30.0, 180.0, 300.0, 300.0
 AHEAD = 8  # processes that compile an op's kernels
 OUT = "{out}"  # in a command: the step's own folder
-SETS = {"sm_100a": "b200", "sm_90a": "quick"}  # set of parameters that stages of this architecture run with
+SETS = {"sm_100a": "b200", "sm_90a": "hopper"}  # set of parameters that stages of this architecture run with
 # Files that a command leaves in its folder and that are sent back.
 KEPT = ("rows.csv", "runs.csv", "counters.csv")
 
@@ -97,8 +97,11 @@ def _stages(arch: str) -> list[Step]:
 
     found = []
     for one in sorted(stage.discover(), key=lambda spec: spec.notebook):
-        if not one.kernel or arch not in one.archs:
+        chosen = one.sets.get(SETS[arch])
+        if not one.kernel or arch not in one.archs or chosen is None:
             continue
+        if any(run.get("backend", "auto") not in ("auto", "native") for run in chosen.runs):
+            continue  # a page about the emulator
         options = (f"--stage={one.name}", f"--set={SETS[arch]}", "--backend=native", f"--out={OUT}")
         command = (sys.executable, "-m", "dsv4lib.lab.cli", "run", *options)
         found.append(Step(f"stage.{one.name}", "command", one.title, STAGE_S, STAGE_LIMIT_S, command=command))

@@ -72,6 +72,16 @@ def test_the_plan_is_under_half_an_hour(arch: str) -> None:
     assert all(bool(step.probes) + bool(step.command) + bool(step.skipped) == 1 for step in steps)
 
 
+def test_stages_are_those_of_the_gpu_s_set_whose_kernels_run_on_it() -> None:
+    """A stage of two architectures is in both plans, a page about the emulator in none."""
+    hopper, blackwell = (
+        {s.name for s in plan.steps(arch) if s.name.startswith("stage.")} for arch in ("sm_90a", "sm_100a")
+    )
+    assert {"stage.turbo4", "stage.compressor"} <= hopper and "stage.turbo4" not in blackwell
+    assert {"stage.fmha_a", "stage.compressor"} <= blackwell and "stage.fmha_a" not in hopper
+    assert "stage.your_kernel" not in hopper | blackwell
+
+
 def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
     code, said = dsv4("--plan", "--arch=sm_100a", f"--out={tmp_path}", "--only=form.*")
     assert code == 0 and "an estimate; no such GPU has run it yet" in said
