@@ -278,6 +278,7 @@ class Detector(Order):
 
     def global_ranges(self, starts: Any, nbytes: int, write: bool, reduces: bool = False) -> None:
         """Record that the completing operation accesses ``nbytes`` at each global address."""
+        super().global_ranges(starts, nbytes, write)
         op = self.op
         if op is None or op.entry == UNKNOWN:
             return
