@@ -18,12 +18,15 @@ import gc
 import math
 import os
 import pickle
+import select
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from dsv4lib.emulator.checks import takeover
 from dsv4lib.emulator.isa import calls
 from dsv4lib.emulator.machine.livelock import Watch
 from dsv4lib.emulator.machine.program import Program, read_clock
@@ -32,6 +35,8 @@ from dsv4lib.emulator.memory.marks import Marks, Touched
 
 # Seconds of processor time: of a launch before it is split; that have to be left; of a round in each process.
 TRIED, WORTH, ROUND = 0.25, 0.5, 4.0
+# A worker is waited for so many times as long as the clusters that run here take, and some seconds.
+_PATIENCE, _GRACE = 20.0, 30.0
 _STRONG = {"volatile", "mmio", "relaxed", "acquire", "release", "acq_rel"}
 _ORDERED = (calls.vprintf, calls.malloc, calls.free, read_clock)
 
@@ -43,7 +48,7 @@ class Outcome:
     Attributes:
         time, events, progress, stats: of the machine; issued, reordered: of its asynchronous units.
         folds: of the scheduler, one for each cluster; seconds: of processor time.
-        touched: global memory.
+        touched: global memory; learned: by the race detector, None without one.
     """
 
     time: int
@@ -55,6 +60,7 @@ class Outcome:
     folds: list[int]
     seconds: float
     touched: list[Touched]
+    learned: takeover.Learned | None
 
 
 def communicates(program: Program) -> bool:
@@ -112,7 +118,6 @@ class Split:
             and machine.scheduler.waiting > 1
             and machine.trace is None
             and machine.race is not None
-            and not machine.race.full
             and machine.launches is None
             and not machine.request.attributes.get("cooperative")
             and not program.kept.get("split in vain")
@@ -142,16 +147,18 @@ class Split:
         machine, scheduler, waiting = self.machine, self.machine.scheduler, self.machine.scheduler.waiting
         self.rounds += 1
         machine.marks = Marks(machine.gmem)
-        workers = []
+        old = takeover.before(machine.race) if machine.race.full else None
+        workers, began = [], time.monotonic()
         self._done, self._spent = 0, scheduler.seconds
         try:
             for first in range(size, min(waiting, size * machine.settings.cores), size):
-                workers.append(Worker(machine, first, min(size, waiting - first)))
+                workers.append(Worker(machine, first, min(size, waiting - first), old))
             machine.advance(lambda: scheduler.waiting <= waiting - size)
             self._done, spent = size, scheduler.seconds - self._spent  # what a cluster costs now
+            patience = _GRACE + _PATIENCE * (time.monotonic() - began)
             for worker in workers:
-                outcome = worker.outcome()
-                if outcome is None or not self._take(outcome, worker.clusters):
+                outcome = worker.outcome(patience)
+                if outcome is None or not self._take(outcome, worker.clusters, old):
                     self.possible = False
                     machine.program.kept["split in vain"] = True
                     self.dropped += 1
@@ -163,15 +170,19 @@ class Split:
                 worker.end()
             machine.marks = None
 
-    def _take(self, outcome: Outcome, clusters: int) -> bool:
+    def _take(self, outcome: Outcome, clusters: int, old: takeover.Before | None) -> bool:
         """Go on as if the worker's clusters had run here. False if that is not so."""
         machine, marks = self.machine, self.machine.marks
         if machine.time + outcome.time > machine.settings.instruction_limit:
             return False
-        if any(marks.conflicts(touched, False) for touched in outcome.touched):
+        if any(marks.conflicts(touched, old is not None) for touched in outcome.touched):
+            return False
+        if old is not None and not takeover.fits(machine.race, old, outcome.learned):
             return False
         for touched in outcome.touched:
             marks.apply(touched)
+        if old is not None:
+            takeover.absorb(machine.race, old, outcome.learned)
         machine.time += outcome.time
         machine.events += outcome.events
         machine.progress += outcome.progress
@@ -187,9 +198,10 @@ class Worker:
     Args:
         machine: as it is when nothing runs.
         first: how many of the clusters that wait come before its own; clusters: how many it runs.
+        old: what the race detector knows, if there is one.
     """
 
-    def __init__(self, machine: Any, first: int, clusters: int):
+    def __init__(self, machine: Any, first: int, clusters: int, old: takeover.Before | None):
         self.clusters = clusters
         self._read, write = os.pipe()
         parent = os.getpid()
@@ -201,7 +213,7 @@ class Worker:
         try:
             _die_with(parent)
             gc.freeze()  # a collection would copy every page
-            outcome = _run(machine, first, clusters)
+            outcome = _run(machine, first, clusters, old)
             if outcome is not None:
                 with os.fdopen(write, "wb") as pipe:
                     pickle.dump(outcome, pipe, protocol=pickle.HIGHEST_PROTOCOL)
@@ -211,14 +223,17 @@ class Worker:
         finally:
             os._exit(status)
 
-    def outcome(self) -> Outcome | None:
-        """Wait for the end of the worker; None if its clusters have to run again."""
-        with os.fdopen(self._read, "rb") as pipe:
-            self._read = -1
-            raw = pipe.read()
-        _, status = os.waitpid(self._process, 0)
-        self._process = 0
-        return pickle.loads(raw) if status == 0 else None  # noqa: S301  # of our own child
+    def outcome(self, seconds: float) -> Outcome | None:
+        """Wait for the end of the worker; None if its clusters have to run again. ``seconds``: waited at most."""
+        raw, end = bytearray(), time.monotonic() + seconds
+        while select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0]:
+            piece = os.read(self._read, 1 << 20)
+            if not piece:
+                _, status = os.waitpid(self._process, 0)
+                self._process = 0
+                return pickle.loads(raw) if status == 0 and raw else None  # noqa: S301  # of our own child
+            raw += piece
+        return None
 
     def end(self) -> None:
         """Stop the worker if it still runs."""
@@ -239,10 +254,9 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _run(machine: Any, first: int, clusters: int) -> Outcome | None:
+def _run(machine: Any, first: int, clusters: int, old: takeover.Before | None) -> Outcome | None:
     """Run the clusters of a worker. None if they reported something or left something behind."""
     scheduler, units = machine.scheduler, machine.units
-    seconds = scheduler.seconds
     scheduler.restart_clock()
     scheduler.folds = []
     scheduler.skip(first)
@@ -256,8 +270,12 @@ def _run(machine: Any, first: int, clusters: int) -> Outcome | None:
     now = machine.time, machine.events, machine.progress, units.issued, units.reordered
     changes = [new - old for new, old in zip(now, counts, strict=True)]
     added = Counter({name: count - stats[name] for name, count in machine.stats.items()})
-    scheduler.restart_clock(scheduler.seconds + seconds)
-    return Outcome(*changes, added, scheduler.folds, scheduler.seconds - seconds, machine.marks.touched())
+    used, touched, learned = scheduler.seconds, machine.marks.touched(), None
+    if old is not None:
+        learned = takeover.learned(machine.race, old, touched)
+        if learned is None:
+            return None
+    return Outcome(*changes, added, scheduler.folds, used, touched, learned)
 
 
 def _findings(machine: Any) -> tuple[Any, ...]:

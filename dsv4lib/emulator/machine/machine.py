@@ -65,7 +65,7 @@ class Machine:
         race: the order between warps, and with CHECK_RACE the race detector; None = off.
         device: number of the device where there are several, else None.
         scheduler: from `begin` on.
-        watch: looks for loops that never end.
+        watch: looks for loops that never end. split: runs clusters in several processes; from `run` on.
         marks: which words of global memory clusters have accessed, while several processes run them; else None.
     """
 
@@ -118,6 +118,7 @@ class Machine:
         self.scheduler: Any = None
         self.marks: Marks | None = None
         self.watch = Watch()
+        self.split: Split | None = None
         self._began = 0.0
 
     def changed(self) -> None:
@@ -176,7 +177,7 @@ class Machine:
         try:
             with fpenv.ieee():
                 self.begin()
-                split = Split(self)
+                self.split = split = Split(self)
                 self.advance(split.look if split.possible else None)
                 return self.end()
         except EmulatorError as error:
