@@ -261,8 +261,8 @@ def emulate(
     """Run a CuTeDSL script, unmodified, or PTX on an emulated GPU. The exit code is the script's (90: a hazard).
 
     A script runs on this machine with your rights: it can read and write whatever you can. Limits hold for
-    each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS, _BYTES and _CORES set them for all. A PTX or CUDA C++ file needs a
-    description of its launch (--describe writes one); CUDA C++ needs NVRTC. `sanitize` does the same with the race
+    each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS, _BYTES and _CORES set them for all. A PTX or CUDA C++ file
+    needs a description of its launch (--describe writes one); CUDA C++ needs NVRTC. `sanitize` does the same with the race
     detector, and lists the exit codes.
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}

@@ -20,7 +20,8 @@ from tests.emulator.launching import aligned, copy, entry, prepare
 CLUSTERS, THREADS = 24, 64
 _HEAD = """
 ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [y];
-mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x; mov.u32 %r3, %ntid.x; mov.u32 %r10, %nctaid.x; mad.lo.u32 %r4, %r1, %r3, %r2;
+mov.u32 %r1, %ctaid.x; mov.u32 %r2, %tid.x; mov.u32 %r3, %ntid.x; mov.u32 %r10, %nctaid.x;
+mad.lo.u32 %r4, %r1, %r3, %r2;
 mul.wide.u32 %rd3, %r4, 4; add.u64 %rd4, %rd1, %rd3; add.u64 %rd5, %rd2, %rd3;
 """
 _SQUARE = "ld.global.f32 %f1, [%rd4]; mul.f32 %f1, %f1, %f1; st.global.f32 [%rd5], %f1;"
@@ -81,7 +82,8 @@ def test_several_rounds_of_clusters_of_two_ctas(checks, monkeypatch):
     monkeypatch.setattr(cores, "ROUND", 0.0)  # a round is one cluster for each process
     shape = {"cluster": (2, 1, 1), "grid": 14}
     remote = """
-    mapa.shared::cluster.u32 %r20, a, 0; mul.lo.u32 %r21, %r2, 4; add.u32 %r20, %r20, %r21; mov.u32 %r22, %cluster_ctarank;
+    mapa.shared::cluster.u32 %r20, a, 0; mul.lo.u32 %r21, %r2, 4; add.u32 %r20, %r20, %r21;
+    mov.u32 %r22, %cluster_ctarank;
     setp.eq.u32 %p2, %r22, 1; @%p2 st.shared::cluster.u32 [%r20], %r4;
     barrier.cluster.arrive.release; barrier.cluster.wait.acquire; ld.shared::cluster.u32 %r23, [%r20];
     barrier.cluster.arrive.release; barrier.cluster.wait.acquire; st.global.u32 [%rd5], %r23;"""
@@ -100,7 +102,9 @@ def test_bulk_copies_that_end_after_their_cta():
     @%p3 cp.async.bulk.global.shared::cta.bulk_group [%rd5], [%r20], 256; cp.async.bulk.commit_group;
     cp.async.bulk.wait_group.read 0;"""
     for checks in ("default", "race"):
-        split, hazards = compare(body, checks=checks, shared=".shared .align 128 .b8 a[256]; .shared .align 8 .b64 bar;")
+        split, hazards = compare(
+            body, checks=checks, shared=".shared .align 128 .b8 a[256]; .shared .align 8 .b64 bar;"
+        )
         assert split.taken == 2 and not split.dropped and not hazards
 
 
@@ -109,13 +113,17 @@ sub.u32 %r12, %r10, %r1; sub.u32 %r12, %r12, 1; mad.lo.u32 %r12, %r12, %r3, %r2;
 add.u64 %rd6, %rd2, %rd6;"""  # the word of y that the CTA of the other end of the grid has
 # What each does, whether the data of one cluster depends on another's, and what the race detector says.
 DEPENDENT = {
-    "reads what others write": (_SQUARE + _REVERSED + "ld.global.f32 %f2, [%rd6]; add.f32 %f2, %f2, %f1; "
-                                "st.global.f32 [%rd5], %f2;", True),  # fmt: skip
+    "reads what others write": (
+        _SQUARE + _REVERSED + "ld.global.f32 %f2, [%rd6]; add.f32 %f2, %f2, %f1; st.global.f32 [%rd5], %f2;",
+        True,
+    ),  # fmt: skip
     "all write one word": ("mov.u32 %r20, %ctaid.x; st.global.u32 [%rd2], %r20;", True),
     "all write the same": ("mov.u32 %r20, 7; st.global.u32 [%rd2], %r20;", True),
     "writes what others have read": (_LAST + "ld.global.u32 %r20, [%rd2]; @%p1 st.global.u32 [%rd2], %r20;", False),
-    "bytes of one word": ("mul.wide.u32 %rd7, %r1, 1; add.u64 %rd8, %rd2, %rd7; "
-                          "setp.eq.u32 %p2, %r2, 0; @%p2 st.global.u8 [%rd8], %r1;", True),  # fmt: skip
+    "bytes of one word": (
+        "cvt.u64.u32 %rd7, %r1; add.u64 %rd8, %rd2, %rd7; setp.eq.u32 %p2, %r2, 0; @%p2 st.global.u8 [%rd8], %r1;",
+        True,
+    ),  # fmt: skip
 }
 
 
@@ -252,7 +260,9 @@ def test_a_launch_that_overlaps_a_split_one(monkeypatch):
     for processes in (1, 3):
         first, _, _ = run(_SQUARE, processes, checks="race")
         y = next(a for a in first.gmem if a.label == "argument 1")
-        text = entry("u64 y", "ld.param.u64 %rd1, [y]; ld.global.u32 %r1, [%rd1+5888];\nst.global.u32 [%rd1+5892], %r1;")
+        text = entry(
+            "u64 y", "ld.param.u64 %rd1, [y]; ld.global.u32 %r1, [%rd1+5888];\nst.global.u32 [%rd1+5892], %r1;"
+        )
         second = prepare(text, y.start, settings=first.settings, attributes={"programmatic": True})
         second.gmem = first.gmem
         second.before = second.race.dependence.earlier = first.race.unfinished()

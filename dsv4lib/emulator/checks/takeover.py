@@ -147,7 +147,7 @@ def _add(region: Region, shadow: Shadowed, known: int, more: int) -> None:
         for new, ids in zip(fresh, (shadow.writer, shadow.first, shadow.latest), strict=True)
     )
     wrote = fresh[0]
-    begun = region.first[words] <= region.writer[words]  # nobody has read since the last write
+    begun = region.first[words] <= region.writer[words]  # no read since the last write
     region.first[words] = np.where(wrote | fresh[1] & begun, first, region.first[words])
     region.latest[words] = np.where(wrote | fresh[2], latest, region.latest[words])
     region.writer[words] = np.where(wrote, writer, region.writer[words])

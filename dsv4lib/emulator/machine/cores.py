@@ -1,11 +1,13 @@
 """Run the clusters of one launch in several processes, with the results and reports of one.
 
 Clusters that run one after another (policies/`Policy.clusters`) depend on each other only through global memory. So a
-launch that turns out to be long is split where nothing is in flight: this process goes on with the next clusters, forked
-ones begin with later ones, from the memory as it is. Everybody marks the words that it reads and writes. In the order of
-the clusters, a worker's outcome is taken over if it read and wrote nothing that clusters before it have written, and
-reported nothing. Otherwise it is thrown away and its clusters run here, as if nothing had been split: whatever is
-reported is reported by clusters that run one after another. So memory, counters, hashes and reports are those of one process.
+launch that turns out to be long is split where nothing is in flight: this process goes on with the next clusters,
+forked ones begin with later ones, from the memory as it is. Every process marks the words that it reads and writes.
+
+In the order of the clusters, a worker's outcome is taken over if it read and wrote nothing that clusters before it have
+written, and reported nothing. Otherwise it is thrown away, and its clusters run here as if nothing had been split. So
+memory, counters, hashes and reports are those of one process. With the race detector, what the worker's detector has
+learned is taken over too (checks/takeover.py), and a write of what earlier clusters have read is a conflict.
 
 Not split: kernels whose code is made to communicate or to see an order (atomics, reductions and strong accesses in
 global memory, tensor maps changed on the device, cluster launch control, clocks, printf, malloc), cooperative launches,
@@ -17,7 +19,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import pickle
 import select
 import signal
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 
 from dsv4lib.emulator.checks import takeover
 from dsv4lib.emulator.isa import calls
+from dsv4lib.emulator.machine import message
 from dsv4lib.emulator.machine.livelock import Watch
 from dsv4lib.emulator.machine.program import Program, read_clock
 from dsv4lib.emulator.memory.gmem import GlobalMemory
@@ -61,6 +63,9 @@ class Outcome:
     seconds: float
     touched: list[Touched]
     learned: takeover.Learned | None
+
+
+_KINDS = (Outcome, Touched, takeover.Learned, takeover.Shadowed)
 
 
 def communicates(program: Program) -> bool:
@@ -216,9 +221,9 @@ class Worker:
             outcome = _run(machine, first, clusters, old)
             if outcome is not None:
                 with os.fdopen(write, "wb") as pipe:
-                    pickle.dump(outcome, pipe, protocol=pickle.HIGHEST_PROTOCOL)
+                    pipe.write(message.write(outcome))
                 status = 0
-        except BaseException:  # noqa: S110  # what stopped it is found again, and reported, by the parent
+        except BaseException:  # what stopped it is found again, and reported, by the parent
             pass
         finally:
             os._exit(status)
@@ -231,7 +236,7 @@ class Worker:
             if not piece:
                 _, status = os.waitpid(self._process, 0)
                 self._process = 0
-                return pickle.loads(raw) if status == 0 and raw else None  # noqa: S301  # of our own child
+                return message.read(raw, _KINDS) if status == 0 and raw else None
             raw += piece
         return None
 
@@ -255,7 +260,7 @@ def _die_with(parent: int) -> None:
 
 
 def _run(machine: Any, first: int, clusters: int, old: takeover.Before | None) -> Outcome | None:
-    """Run the clusters of a worker. None if they reported something or left something behind."""
+    """Run the clusters of a worker. None if they reported something or left something to do."""
     scheduler, units = machine.scheduler, machine.units
     scheduler.restart_clock()
     scheduler.folds = []

@@ -1,4 +1,4 @@
-"""Mark which words of global memory are accessed, so that clusters which run side by side can be told apart.
+"""Mark which words of global memory are accessed, so that clusters in several processes can be kept apart.
 
 One byte for each 4-byte word of every allocation: READ, WRITTEN or both. Native code sets them for loads and stores
 (``native/access_log.py``), asynchronous units through `Marks.ranges`. A mark may say too much, never too little.

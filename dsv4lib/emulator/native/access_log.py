@@ -231,7 +231,7 @@ def unchanged(e: Emitter, space: str, slot: Value, staging: Value, nbytes: int, 
 
 
 def log(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value, kind: int, same: Value | None = None) -> None:
-    """Log an access at the spilled addresses if the race detector is on; mark it if it is asked for.
+    """Log an access at the spilled addresses if the race detector is on; mark it if the launch is split.
 
     ``nbytes`` a lane; READ, WRITE, STRONG.
 
