@@ -262,8 +262,8 @@ def emulate(
 
     A script runs on this machine with your rights: it can read and write whatever you can. Limits hold for
     each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS, _BYTES and _CORES set them for all. A PTX or CUDA C++ file
-    needs a description of its launch (--describe writes one); CUDA C++ needs NVRTC. `sanitize` does the same with the race
-    detector, and lists the exit codes.
+    needs a description of its launch (--describe writes one); CUDA C++ needs NVRTC. `sanitize` does the same with
+    the race detector, and lists the exit codes.
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
     settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit, "cores": cores}
