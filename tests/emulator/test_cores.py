@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.checks.selection import select
 from dsv4lib.emulator.errors import EmulatorError
-from dsv4lib.emulator.machine import cores
+from dsv4lib.emulator.machine import cores, message
 from dsv4lib.emulator.machine.request import Settings
+from dsv4lib.emulator.memory.marks import Touched
+from dsv4lib.emulator.units import tensormap
 from tests.cases import cases
 from tests.emulator.launching import aligned, copy, entry, prepare
 
@@ -120,6 +123,14 @@ DEPENDENT = {
     "all write one word": ("mov.u32 %r20, %ctaid.x; st.global.u32 [%rd2], %r20;", True),
     "all write the same": ("mov.u32 %r20, 7; st.global.u32 [%rd2], %r20;", True),
     "writes what others have read": (_LAST + "ld.global.u32 %r20, [%rd2]; @%p1 st.global.u32 [%rd2], %r20;", False),
+    "one writes what one has read": (
+        _LAST + "setp.eq.u32 %p3, %r1, 2; @%p3 ld.global.u32 %r20, [%rd2]; @%p1 st.global.u32 [%rd2], %r20;",
+        False,
+    ),  # fmt: skip
+    "one reads what a worker writes": (
+        _SQUARE + "setp.eq.u32 %p3, %r1, 20; @%p3 ld.global.f32 %f2, [%rd2+2560]; @%p3 st.global.f32 [%rd5], %f2;",
+        True,
+    ),  # fmt: skip
     "bytes of one word": (
         "cvt.u64.u32 %rd7, %r1; add.u64 %rd8, %rd2, %rd7; setp.eq.u32 %p2, %r2, 0; @%p2 st.global.u8 [%rd8], %r1;",
         True,
@@ -254,22 +265,84 @@ def test_a_worker_that_ends_early():
         os.waitpid(-1, 0)  # no process is left
 
 
-def test_a_launch_that_overlaps_a_split_one(monkeypatch):
-    """What clusters of workers wrote is known to the race detector when a dependent launch reads it too early."""
+_IN_PLACE = _SQUARE + "setp.eq.u32 %p3, %r1, 20; @%p3 st.global.f32 [%rd4], %f1;"  # the first write to x is late
+
+
+@pytest.mark.parametrize(("body", "taken"), [(_SQUARE, 2), (_IN_PLACE, 1)])
+def test_a_launch_that_overlaps_a_split_one(body, taken):
+    """What clusters of workers did is known to the race detector when a dependent launch reads too early."""
     said = []
     for processes in (1, 3):
-        first, _, _ = run(_SQUARE, processes, checks="race")
-        y = next(a for a in first.gmem if a.label == "argument 1")
-        text = entry(
-            "u64 y", "ld.param.u64 %rd1, [y]; ld.global.u32 %r1, [%rd1+5888];\nst.global.u32 [%rd1+5892], %r1;"
-        )
-        second = prepare(text, y.start, settings=first.settings, attributes={"programmatic": True})
+        first, _, _ = run(body, processes, checks="race")
+        x, y = (next(a for a in first.gmem if a.label == f"argument {i}") for i in range(2))
+        early = "ld.param.u64 %rd1, [y]; ld.global.u32 %r1, [%rd1+5888];\nst.global.u32 [%rd1+5892], %r1;"
+        second = prepare(entry("u64 y", early), y.start, settings=first.settings, attributes={"programmatic": True})
         second.gmem = first.gmem
         second.before = second.race.dependence.earlier = first.race.unfinished()
-        result = second.run()
+        said.append([(h.kind, h.message, str(h.place), str(h.owner), h.count) for h in second.run().hazards])
         far = first.race.far
-        region = far.regions[y.start]
-        said.append([(h.kind, h.message, str(h.place), str(h.owner), h.count) for h in result.hazards])
-        said[-1].append([far.accesses.rows(0).tolist(), region.writer.tolist(), region.latest.tolist()])
-        assert first.split.taken == (2 if processes > 1 else 0)
-    assert said[0] == said[1] and [(h[0], h[-1]) for h in said[0][:-1]] == [("dependent_launch_early", 1)] * 2
+        for region in (far.regions[x.start], far.regions[y.start]):
+            shadows = region.writer, region.first, region.latest, region.values
+            said[-1].append((region.written, region.read_from, [shadow.tolist() for shadow in shadows]))
+        said[-1].append((far.accesses.rows(0).tolist(), far.shared.bases, far.shared.count))
+        assert (first.split.taken, first.split.dropped) == ((taken, 2 - taken) if processes > 1 else (0, 0))
+    assert said[0] == said[1] and [(h[0], h[-1]) for h in said[0][:-3]] == [("dependent_launch_early", 1)] * 2
+
+
+_TILES = """
+.version 9.1
+.target sm_100a
+.address_size 64
+.visible .entry k(.param .align 64 .b8 source[128], .param .align 64 .b8 target[128], .param .u64 step)
+{
+.reg .b32 %r<20>; .reg .b64 %rd<10>; .reg .pred %p<4>;
+.shared .align 128 .b8 a[128];
+.shared .align 8 .b64 bar;
+mov.b64 %rd1, source; cvta.param.u64 %rd1, %rd1; mov.b64 %rd2, target; cvta.param.u64 %rd2, %rd2;
+ld.param.u64 %rd3, [step]; cvt.u32.u64 %r9, %rd3; mov.u32 %r1, %ctaid.x; add.s32 %r9, %r9, %r1;
+mov.b32 %r2, a; mov.b32 %r3, bar; mov.b32 %r4, 0; mbarrier.init.shared.b64 [%r3], 1;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 128;
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r2], [%rd1, {%r4, %r1}], [%r3];
+W: mbarrier.try_wait.parity.shared.b64 %p1, [%r3], 0; @!%p1 bra W;
+cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd2, {%r4, %r9}], [%r2];
+cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_tensor_copies(chained):
+    """Row after row: of another tensor, or each cluster of what the one before it has written."""
+    rows, results = 16, []
+    for processes in (1, 2):
+        source, target = aligned((rows + 1, 32), np.uint32), aligned((rows + 1, 32), np.uint32)
+        source[...] = np.random.default_rng(1).integers(0, 1 << 32, source.shape, dtype=np.uint32)
+        used = [target, target] if chained else [source, target]
+        target[0] = source[0]
+        maps = [tensormap.encode_tiled(2, a.ctypes.data, [32, rows + 1], [128], [32, 1], [1, 1], 0, 0) for a in used]
+        machine = prepare(_TILES, *maps, int(chained), grid=rows, block=1, settings=Settings(cores=processes))
+        machine.gmem.register_array(source, "source")
+        machine.gmem.register_array(target, "target")
+        outcome = machine.run()
+        results.append((target.tolist(), outcome.schedule_hash, outcome.instructions))
+        assert not outcome.hazards
+    assert results[0] == results[1]
+    assert (target[1:] == source[0]).all() if chained else (target[:-1] == source[:-1]).all()
+    assert (machine.split.taken, machine.split.dropped) == ((0, 1) if chained else (1, 0))
+
+
+def test_messages_come_back_as_they_were():
+    array = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    touched = Touched(1, 2, 9, array[0].view(np.uint8), array[1].view(np.uint8), array.view(np.uint8)[0])
+    value = [1 << 200, -1, None, True, "ü", (1, (2,)), {True: 1, False: -2, 3: {"a": []}}, Counter(b=0), [touched]]
+    back = message.read(message.write(value), (Touched,))
+    assert back[:-1] == value[:-1] and type(back[-2]) is Counter and list(back[6]) == list(value[6])
+    assert [np.array_equal(x, y) for x, y in zip(vars(back[-1][0]).values(), vars(touched).values(), strict=True)] == [
+        True
+    ] * 6
+    assert message.read(message.write(array), ()).tolist() == array.tolist()
+    with pytest.raises(TypeError):
+        message.write([object()])
+    with pytest.raises(KeyError, match="Touched"):
+        message.read(message.write(touched), ())
