@@ -223,6 +223,7 @@ InstructionLimit = Annotated[int | None, typer.Option(help="warp-instructions of
 MemoryLimit = Annotated[
     int | None, typer.Option(help="bytes that the device allocates by itself [default: this machine's memory]")
 ]
+Cores = Annotated[int | None, typer.Option(help="processes that run one launch [default: this machine's cores]")]
 Described = Annotated[Path | None, typer.Option("--launch", help=".ptx, .cu: launch description [default: FILE.toml]")]
 Save = Annotated[Path | None, typer.Option(help=".ptx, .cu: write all tensors after the launches to this .npz file")]
 Form = Annotated[str, typer.Option("--format", help="of the report: text, json or sarif")]
@@ -249,6 +250,7 @@ def emulate(
     time_limit: TimeLimit = None,
     instruction_limit: InstructionLimit = None,
     memory_limit: MemoryLimit = None,
+    cores: Cores = None,
     launch: Described = None,
     save: Save = None,
     form: Form = "text",
@@ -259,12 +261,12 @@ def emulate(
     """Run a CuTeDSL script, unmodified, or PTX on an emulated GPU. The exit code is the script's (90: a hazard).
 
     A script runs on this machine with your rights: it can read and write whatever you can. Limits hold for
-    each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS and _BYTES set them for all. A PTX or CUDA C++ file needs a
-    description of its launch (--describe writes one); CUDA C++ needs NVRTC. `sanitize` does the same with the race
-    detector, and lists the exit codes.
+    each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS, _BYTES and _CORES set them for all. A PTX or CUDA C++ file
+    needs a description of its launch (--describe writes one); CUDA C++ needs NVRTC. `sanitize` does the same with
+    the race detector, and lists the exit codes.
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
-    settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
+    settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit, "cores": cores}
     _run_target("dsv4 emulate", target, arguments, arch, settings, launch, save, form, output, report, describe)
 
 
@@ -279,6 +281,7 @@ def sanitize(
     time_limit: TimeLimit = None,
     instruction_limit: InstructionLimit = None,
     memory_limit: MemoryLimit = None,
+    cores: Cores = None,
     launch: Described = None,
     save: Save = None,
     form: Form = "text",
@@ -294,7 +297,7 @@ def sanitize(
     be run. 93: a tensor is not as its description expects. A script's own exit code comes first.
     """
     settings = {"seed": seed, "schedule": schedule, "checks": checks, "time_limit": time_limit}
-    settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit}
+    settings |= {"instruction_limit": instruction_limit, "memory_limit": memory_limit, "cores": cores}
     wish = (target, arguments, arch, settings, launch, save, form, output, report, describe, replay)
     _run_target("dsv4 sanitize", *wish)
 

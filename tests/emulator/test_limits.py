@@ -74,13 +74,15 @@ def test_every_launch_has_limits_and_errors_say_how_to_raise_them(monkeypatch):
 
 
 def test_the_environment_sets_and_arguments_win(monkeypatch):
-    for name, value in {"INSTRUCTIONS": "77", "SECONDS": "inf", "BYTES": "4096"}.items():
+    for name, value in {"INSTRUCTIONS": "77", "SECONDS": "inf", "BYTES": "4096", "CORES": "3"}.items():
         monkeypatch.setenv(f"DSV4_EMULATOR_{name}", value)
     settings = device.make().settings
     assert (settings.instruction_limit, settings.time_limit, settings.memory_limit) == (77, math.inf, 4096)
+    assert settings.cores == 3 and device.make(cores=2).settings.cores == 2
     settings = device.make(instruction_limit=5, time_limit=6.0, memory_limit=7).settings
     assert (settings.instruction_limit, settings.time_limit, settings.memory_limit) == (5, 6.0, 7)
-    for limit, wrong in ((limits.INSTRUCTIONS, "1e9"), (limits.SECONDS, "nan"), (limits.BYTES, "-1")):
+    wrongs = ((limits.INSTRUCTIONS, "1e9"), (limits.SECONDS, "nan"), (limits.BYTES, "-1"), (limits.CORES, "0"))
+    for limit, wrong in wrongs:
         with monkeypatch.context() as patch:
             patch.setenv(limit.variable, wrong)
             with pytest.raises(ArgumentError, match=f"{limit.variable}='{wrong}' .*a positive number of"):

@@ -51,13 +51,13 @@ class Dependence:
         self._machine = machine
         self._waits: dict[int, list[tuple[int, int]]] = {}  # by cluster: entry and epoch of the warps that have waited
         self._after: set[int] = set()  # warps that are known to be ordered after a wait
-        self._triggers = {True: 0, False: 0}  # by: ordered after a wait
+        self.triggers = {True: 0, False: 0}  # by: ordered after a wait
         self._found: dict[tuple[int, int], Any] = {}
 
     @property
     def hasty(self) -> bool:
         """Tell whether every ``.launch_dependents`` has come before the wait."""
-        return self._triggers[False] > 0 and not self._triggers[True]
+        return self.triggers[False] > 0 and not self.triggers[True]
 
     def waited(self, clocks: Clocks, warp: Warp) -> None:
         """Record that the warp has executed ``griddepcontrol.wait``."""
@@ -66,7 +66,7 @@ class Dependence:
 
     def triggered(self, clocks: Clocks, warp: Warp) -> None:
         """Record that the warp has executed ``griddepcontrol.launch_dependents``."""
-        self._triggers[self._ordered(clocks, clocks.of(warp))] += 1
+        self.triggers[self._ordered(clocks, clocks.of(warp))] += 1
 
     def _ordered(self, clocks: Clocks, clock: np.ndarray) -> bool:
         """Does a clock cover a wait of its cluster?"""

@@ -49,7 +49,7 @@ _SYS = 2 * SYNC  # bit of a strong access to shared memory of a group of devices
 _ALIAS = 4 * SYNC  # bit of an access through a multicast address
 _LARGE = 1 << 28  # words of an allocation whose shadow might be refused, although little of it will be touched
 _NORESERVE = 0x4000  # MAP_NORESERVE of Linux
-_RANGES = 1 << 14  # ranges that wait for the first write; more go into the shadow
+RANGES = 1 << 14  # ranges that wait for the first write; more go into the shadow
 
 
 class Region:
@@ -134,7 +134,7 @@ class GlobalRaces:
 
     def __init__(self, machine: Any, launches: Launches | None = None, before: Known | None = None):
         self.machine = machine
-        shared = self._shared = launches or Launches()
+        shared = self.shared = launches or Launches()
         self.accesses, self.words, self.fenced = shared.accesses, shared.words, shared.fenced
         self.regions: dict[int, Region] = shared.regions
         self._members, self._bases = shared.members, shared.bases
@@ -152,9 +152,17 @@ class GlobalRaces:
 
     def started(self, cluster: Cluster, clocks: Clocks) -> None:
         """Begin a cluster."""
-        member = Member(self._shared.count, cluster, clocks, self.machine, self._before.partial)
-        cluster.race.member, cluster.race.base = self._shared.add(member, clocks.size), member.base
+        member = Member(self.shared.count, cluster, clocks, self.machine, self._before.partial)
+        cluster.race.member, cluster.race.base = self.shared.add(member, clocks.size), member.base
         self._mine.append(cluster.race.member)
+
+    def join(self, member: Member, agents: int) -> None:
+        """Know a cluster that ran elsewhere."""
+        self._mine.append(self.shared.add(member, agents))
+
+    def fences(self) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        """Get what proxy fences have covered, by cluster: generic writes, and writes through multicast addresses."""
+        return self.fenced, self.shared.aliased
 
     def ended(self) -> Known:
         """End the launch: what one knows that begins after it."""
@@ -227,7 +235,7 @@ class GlobalRaces:
 
     def fence(self, cluster: Cluster, warp: Warp, alias: bool = False) -> None:
         """Publish all writes before this fence to the async proxy, or else to accesses by other addresses."""
-        into = self._shared.aliased if alias else self.fenced
+        into = self.shared.aliased if alias else self.fenced
         number = cluster.race.member
         member = self._members[number]
         row = cluster.race.clocks.of(warp)[CARRIED]
@@ -315,7 +323,7 @@ class GlobalRaces:
         if not write and not region.written:
             number = self._number(op.warp, actor, op.instr.index, mask, op.lanes)
             region.ranges.append((starts, nbytes, number))
-            if len(region.ranges) > _RANGES:
+            if len(region.ranges) > RANGES:
                 self.fold(region)
             return
         words = words_of(starts, nbytes) - region.base
@@ -454,7 +462,7 @@ class GlobalRaces:
             owner = bisect.bisect_right(self._bases, agent) - 1
             if not number or not int(table.mask[number]) & _ALIAS or owner in self._before.whole:
                 continue
-            known = self._shared.aliased.get(owner)
+            known = self.shared.aliased.get(owner)
             if known is None or known[agent - self._bases[owner]] < table.epoch[number]:
                 place = op.where() if op is not None else warp.place(warp.program.instruction(int(pcs[0])))
                 text = f"{warp} reads memory that was written through a multicast address, without fence.proxy.alias"

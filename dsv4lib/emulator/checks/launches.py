@@ -103,6 +103,20 @@ class Member:
         self.learned: list[Rows] = [partial]
         self.seen: dict[tuple[int, int, bool], int] = {}
 
+    def description(self, agents: int) -> dict[str, Any]:
+        """Describe it for another process; ``agents``: how many entries it has."""
+        names = {"kinds": self.kinds, "names": self.agent_names, "ctas": self.ctas, "warps": self._warps}
+        return {**names, "agents": agents}
+
+    @classmethod
+    def described(cls, base: int, machine: Any, kinds: Any, names: Any, ctas: list[Dim3], warps: int) -> Member:
+        """Make one of a description: a cluster that has ended, and knew nothing of others."""
+        self = cls.__new__(cls)
+        self.base, self.kinds, self.agent_names, self.ctas, self._warps = base, kinds, names, ctas, warps
+        self.program, self.device, self.clocks = machine.program, machine.device, None
+        self.learned, self.seen = [{}], {}
+        return self
+
     def ended(self) -> Rows:
         """End it: what its warps knew of other clusters at last."""
         latest = int(self.clocks.warps[:, CARRIED, Clocks.OUTSIDE].max())

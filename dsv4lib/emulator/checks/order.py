@@ -165,8 +165,15 @@ class Order:
     def delivered(self, barrier: Any) -> None:
         """Count bytes on an mbarrier."""
 
+    @property
+    def follows(self) -> bool:
+        """Tell whether accesses of asynchronous units to global memory are to be recorded."""
+        return self.full or self.machine.marks is not None
+
     def global_ranges(self, starts: Any, nbytes: int, write: bool, reduces: bool = False) -> None:
         """Record an access to global memory."""
+        if self.machine.marks is not None:
+            self.machine.marks.ranges(starts, nbytes, write)
 
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
         """Release of words of global memory."""

@@ -77,7 +77,7 @@ class Detector(Order):
         self._found: dict[tuple[str, int, int], Any] = {}
         self._phases = Phases(machine)
         self.far = GlobalRaces(machine, machine.launches, machine.known)
-        self._dependence = Dependence(machine, machine.before)
+        self.dependence = Dependence(machine, machine.before)
         self._stamps = np.zeros(KEYS * len(machine.program.instructions), np.int64)
         self._block = Fields(Launch)
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
@@ -186,12 +186,12 @@ class Detector(Order):
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
         """Record griddepcontrol.wait, or else .launch_dependents."""
-        (self._dependence.waited if waits else self._dependence.triggered)(self._state(warp).clocks, warp)
+        (self.dependence.waited if waits else self.dependence.triggered)(self._state(warp).clocks, warp)
 
     def unfinished(self) -> tuple[GlobalRaces, ...]:
         """List the global memory of launches that may still run when the next begins. Once."""
-        earlier, self._dependence.earlier, self.machine.before = self._dependence.earlier, (), ()
-        return (self.far, *earlier[:1]) if self._dependence.hasty else (self.far,)
+        earlier, self.dependence.earlier, self.machine.before = self.dependence.earlier, (), ()
+        return (self.far, *earlier[:1]) if self.dependence.hasty else (self.far,)
 
     def committed(self, warp: Warp, kind: str) -> None:
         """Close a group of the warp's operations of this kind since the last commit."""
@@ -278,14 +278,14 @@ class Detector(Order):
 
     def global_ranges(self, starts: Any, nbytes: int, write: bool, reduces: bool = False) -> None:
         """Record that the completing operation accesses ``nbytes`` at each global address."""
-        op = self.op
-        if op is None or op.entry == UNKNOWN:
+        super().global_ranges(starts, nbytes, write)
+        if (op := self.op) is None or op.entry == UNKNOWN:
             return
         entry = op.entry
         if write:  # the writing half of a bulk store is complete later than the reading half
             entry = self._agent(op.warp, "bulk write")
         actor, starts = Actor(entry, op.epoch, op.clock), np.asarray(starts, np.int64)
-        self._dependence.ranges(self._state(op.warp).clocks, op, starts, nbytes, write)
+        self.dependence.ranges(self._state(op.warp).clocks, op, starts, nbytes, write)
         self.far.ranges(op, actor, starts, nbytes, write, reduces)
 
     def global_release(self, warp: Warp, addresses: np.ndarray, opcode: str) -> None:
@@ -412,7 +412,7 @@ class Detector(Order):
     def drain(self, warp: Warp) -> None:
         """Judge what the warp's native code has logged since the last call."""
         (n, self.pending[0]), state = (self.pending[0], 0), self._state(warp)
-        self._dependence.logged(state.clocks, warp, self._log[:n])
+        self.dependence.logged(state.clocks, warp, self._log[:n])
         self.machine.taint.logged(warp, self._log[:n])
         if self._lanes is not None:
             self._lanes.logged(warp, state.clocks, self._log[:n])

@@ -74,6 +74,17 @@ class Accesses:
             more = np.zeros((5, max(room, self.count + count - room)), np.uint32)
             self._use(np.concatenate([self._columns, more], 1))
 
+    def rows(self, first: int) -> np.ndarray:
+        """Copy the accesses from one on, uint32[5, accesses]: agent, epoch, instruction, bytes, lanes."""
+        return self._columns[:, first : self.count].copy()
+
+    def extend(self, rows: np.ndarray) -> None:
+        """Add accesses as `rows` returns them."""
+        first, new = self.count, rows.shape[1]
+        self.reserve(new)
+        self._columns[:, first : first + new] = rows
+        self.block.values[race_log.Table.COUNT] = first + new
+
     def add(self, entry: int, epoch: int, pcs: Any, mask: int = ALL_BYTES, lanes: Any = 0) -> int:
         """Add an access for each of ``pcs``; return the first one's number. ``lanes``: masks, 0 = unknown."""
         single = isinstance(pcs, int)

@@ -59,6 +59,11 @@ class Taint:
         suspect.count += 1
         suspect.lanes[warp.agent] = suspect.lanes.get(warp.agent, 0) | (FULL_MASK if crosses else lanes)
 
+    @property
+    def amount(self) -> tuple[int, int]:
+        """Count the instructions with reads that may not matter, and those reads."""
+        return len(self._suspects), sum(suspect.count for suspect in self._suspects.values())
+
     def _of(self, pc: int) -> tuple[frozenset[int], bool, bool]:
         """Sinks of a load's value; must it be taken to reach one; does it go from lane to lane?"""
         found = self._known.get(pc)

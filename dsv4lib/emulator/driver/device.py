@@ -222,6 +222,7 @@ def make(
     instruction_limit: int | None = None,
     time_limit: float | None = None,
     memory_limit: int | None = None,
+    cores: int | None = None,
 ) -> Device:
     """Make a device, without making it the active one. Arguments as for `device`."""
     found = architecture(arch)
@@ -241,6 +242,8 @@ def make(
         limits["instruction_limit"] = arguments.whole("instruction_limit", instruction_limit, 1)
     if memory_limit is not None:
         limits["memory_limit"] = arguments.whole("memory_limit", memory_limit, 1)
+    if cores is not None:
+        limits["cores"] = arguments.whole("cores", cores, 1)
     if time_limit is not None:
         limits["time_limit"] = arguments.seconds("time_limit", time_limit)
     settings = Settings(
@@ -283,7 +286,10 @@ def device(
         instruction_limit: warp-instructions of one launch, by default 10^10.
         time_limit: seconds of processor time of one launch, by default 1800; inf: none.
         memory_limit: bytes that the device allocates by itself (`Device.empty`), by default this machine's memory.
-            Defaults come from DSV4_EMULATOR_INSTRUCTIONS, _SECONDS and _BYTES where these are set.
+        cores: processes that run one launch, at most, by default as many as this process may use cores. A launch is
+            split once it has taken a while and has clusters left; results and reports are those of one process
+            (machine/cores.py). Launches on several devices are not split.
+            Defaults come from DSV4_EMULATOR_INSTRUCTIONS, _SECONDS, _BYTES and _CORES where these are set.
 
     Raises:
         ArgumentError: a bad argument.

@@ -57,13 +57,14 @@ def emulate(
     time_limit: float | None = None,
     instruction_limit: int | None = None,
     memory_limit: int | None = None,
+    cores: int | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> int:
     """Run ``script`` with ``args`` in a process with an emulated device.
 
     Args:
         arch: an architecture of the emulator, or "auto".
-        seed, schedule, checks, sm_count, time_limit, instruction_limit, memory_limit: as `device` takes them.
+        seed, schedule, checks, sm_count, time_limit, instruction_limit, memory_limit, cores: as `device` takes them.
         report: how findings are written: ``form`` ("text", "json", "sarif"), ``output`` (a file, None: standard error)
             ``command``, the name in front of messages, and ``page``, an HTML file that shows the launches.
 
@@ -90,6 +91,7 @@ def emulate(
         "time_limit": time_limit,
         "instruction_limit": instruction_limit,
         "memory_limit": memory_limit,
+        "cores": cores,
     }
     target = FIRST if arch == "auto" else arch
     make(target, **settings)  # refuses bad settings before anything is started

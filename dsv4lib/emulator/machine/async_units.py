@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ORDERED = ("tensor:",)
 
 _MASK_64 = (1 << 64) - 1
-_PRIME = 0x100000001B3  # of FNV-1a
+_PRIME, _BASIS = 0x100000001B3, 0xCBF29CE484222325  # of FNV-1a
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +93,7 @@ class AsyncUnits:
     Attributes:
         issued, completed: counts.
         reordered: operations completed after a later-issued one.
-        hash: of the order of completions and of their position between the warps' instructions.
+        hash: of the order of completions and of their position between the warps' instructions, since `fold`.
         groups: async groups by (agent, kind), see units/groups.py.
         descriptors: tensor maps in global memory that were changed and not fenced yet, see units/tensormap_ops.py.
     """
@@ -103,7 +103,8 @@ class AsyncUnits:
         self.issued = 0
         self.completed = 0
         self.reordered = 0
-        self.hash = 0xCBF29CE484222325
+        self.hash = _BASIS
+        self._before = 0, 0  # operations issued, and time, when nothing was in flight for the last time
         self.groups: dict[tuple[int, str], Any] = {}
         self.descriptors: dict[int, str] = {}
         self._latest = -1  # highest issue number that has completed
@@ -193,7 +194,8 @@ class AsyncUnits:
             self.reordered += 1
         else:
             self._latest = op.order
-        for value in (op.order, _code(op.unit), self.machine.time):
+        issued, time = self._before
+        for value in (op.order - issued, _code(op.unit), self.machine.time - time):
             self.hash = ((self.hash ^ value) * _PRIME) & _MASK_64
         trace, race = self.machine.trace, self.machine.race
         if race is not None:
@@ -211,6 +213,20 @@ class AsyncUnits:
         if race is not None:
             race.op = outer
         self.machine.changed()
+
+    def fold(self) -> int:
+        """Begin the hash anew while nothing is in flight; return what it was."""
+        value, self.hash = self.hash, _BASIS
+        self._before = self.issued, self.machine.time
+        return value
+
+    def absorb(self, issued: int, reordered: int) -> None:
+        """Count operations that have been issued and completed elsewhere, while nothing is in flight here."""
+        self.issued += issued
+        self.completed += issued
+        self.reordered += reordered
+        self._latest = max(self._latest, self.issued)
+        self._before = self.issued, self.machine.time
 
     def drain(self, choose: Callable[[list[AsyncOp]], AsyncOp] | None = None) -> None:
         """Complete everything, oldest first or as ``choose`` picks from the candidates.

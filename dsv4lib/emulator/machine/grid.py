@@ -65,6 +65,11 @@ class GridBuilder:
         )
         return max(1, m.settings.sm_count * max(1, per_sm) // product(m.cluster_shape))
 
+    def skip(self, clusters: int) -> int:
+        """Number the next cluster as if so many more had been made; return how many warps those have."""
+        self._clusters += clusters
+        return clusters * product(self.machine.cluster_shape) * self.warps
+
     def cluster(self, origin: Dim3, first_agent: int) -> Cluster:
         """Create the cluster whose first CTA is ``origin``. Its warps are numbered from ``first_agent``."""
         m = self.machine
@@ -114,7 +119,8 @@ class GridBuilder:
         contexts["smem_bytes"], contexts["rank"] = m.smem_bytes, cta.rank
         contexts["param"], contexts["param_bytes"] = m.param_address, m.param_bytes
         contexts["alloc"], contexts["alloc_count"] = m.gmem.native_table.ctypes.data, len(m.gmem)
-        contexts["checks"] = m.settings.native_checks
+        contexts["checks"] = m.settings.native_checks | (0 if m.marks is None else abi.CHECK_MARK)
+        contexts["marks"] = 0 if m.marks is None else m.marks.address
         reported = m.settings.native_checks and "global_read_past_end" not in m.settings.muted
         contexts["padding"] = m.settings.padding if reported else 0  # never pass over in silence
         contexts["race"] = 0 if m.race is None else m.race.address

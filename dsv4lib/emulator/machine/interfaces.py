@@ -18,7 +18,8 @@ class MachineView(Protocol):
         time: warp-instructions executed; ahead: by other launches that run at the same time.
         device: number of the device, None where there is only one.
         gmem: global memory. program: the lowered kernel. scheduler: of its warps. clusters: resident ones.
-        race: the race detector, or None. trace: the recorder, or None. stats: counters by name.
+        race: the race detector, or None. trace: the recorder, or None. marks: of accessed words, or None.
+        stats: counters by name.
         grid: CTAs in x, y, z. smem_bytes: of a CTA. param_address: of the kernel's parameters.
     """
 
@@ -31,6 +32,7 @@ class MachineView(Protocol):
     clusters: Any
     race: Any
     trace: Any
+    marks: Any
     stats: Any
     grid: tuple[int, int, int]
     smem_bytes: int

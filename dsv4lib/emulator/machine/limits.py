@@ -64,6 +64,14 @@ BYTES = Limit(
     "bytes",
 )
 
+CORES = Limit(
+    "cores",
+    "--cores",
+    "DSV4_EMULATOR_CORES",
+    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+    "processes",
+)
+
 
 class ClusterQueue:
     """First CTAs of the clusters of a grid, x fastest, made when they are taken. A grid of 10^9 costs nothing.
@@ -101,5 +109,5 @@ class ClusterQueue:
 
 
 def default_settings() -> dict[str, Any]:
-    """Make the default limits of a launch by the name of their setting."""
-    return {limit.argument: limit.value() for limit in (INSTRUCTIONS, SECONDS, BYTES)}
+    """Make the default limits of a launch, and its processes, by the name of their setting."""
+    return {limit.argument: limit.value() for limit in (INSTRUCTIONS, SECONDS, BYTES, CORES)}

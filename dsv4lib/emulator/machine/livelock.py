@@ -48,6 +48,11 @@ class Watch:
         self._slices: Counter[MachineView] = Counter()
         self._warps: dict[Warp, _Seen] = {}
 
+    @property
+    def fresh(self) -> bool:
+        """Tell whether it has found nothing to look at."""
+        return not self._looking and self._next == FIRST
+
     def look(self, stepped: MachineView, running: Sequence[MachineView]) -> None:
         """Watch one of the ``running`` machines after a slice of ``stepped``.
 

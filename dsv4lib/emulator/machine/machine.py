@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,14 @@ from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Pla
 from dsv4lib.emulator.isa import calls
 from dsv4lib.emulator.machine import request as limits
 from dsv4lib.emulator.machine.async_units import AsyncUnits
+from dsv4lib.emulator.machine.cores import Split
 from dsv4lib.emulator.machine.cta import CTA_CREATED, CTA_EXITED, Cluster, Cta, Smem, aligned_zeros
 from dsv4lib.emulator.machine.limits import ClusterQueue
 from dsv4lib.emulator.machine.livelock import Watch
 from dsv4lib.emulator.machine.request import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
 from dsv4lib.emulator.machine.warp import Block, Warp
 from dsv4lib.emulator.memory.gmem import GlobalMemory
+from dsv4lib.emulator.memory.marks import Marks
 from dsv4lib.emulator.native import fpenv
 from dsv4lib.emulator.native.abi import CHECK_PROXY, CHECK_RACE
 from dsv4lib.emulator.trace.recorder import Recorder
@@ -63,6 +65,8 @@ class Machine:
         race: the order between warps, and with CHECK_RACE the race detector; None = off.
         device: number of the device where there are several, else None.
         scheduler: from `begin` on.
+        watch: looks for loops that never end. split: runs clusters in several processes; from `run` on.
+        marks: which words of global memory clusters have accessed, while several processes run them; else None.
     """
 
     def __init__(
@@ -112,6 +116,9 @@ class Machine:
         self.taint = Taint(self, isinstance(self.race, Detector))
         self.queue = self._clusters_to_run()
         self.scheduler: Any = None
+        self.marks: Marks | None = None
+        self.watch = Watch()
+        self.split: Split | None = None
         self._began = 0.0
 
     def changed(self) -> None:
@@ -167,19 +174,30 @@ class Machine:
         Raises:
             EmulatorError: whatever stopped it.
         """
-        watch = Watch()
         try:
             with fpenv.ieee():
                 self.begin()
-                while self.scheduler.running:
-                    self.scheduler.step()
-                    watch.look(self, [self])
+                self.split = split = Split(self)
+                self.advance(split.look if split.possible else None)
                 return self.end()
         except EmulatorError as error:
             self.explain(error)
             raise
         finally:
             self.close()
+
+    def advance(self, between: Callable[[], bool | None] | None = None) -> None:
+        """Run until every cluster has exited.
+
+        Args:
+            between: called when nothing runs and clusters are left; True ends it there.
+        """
+        scheduler = self.scheduler
+        while scheduler.running:
+            scheduler.step()
+            self.watch.look(self, [self])
+            if between is not None and scheduler.quiet and scheduler.waiting and between():
+                return
 
     def begin(self) -> None:
         """Create the first clusters. The caller advances ``scheduler`` and closes."""
@@ -202,7 +220,7 @@ class Machine:
         return LaunchResult(
             instructions=self.time,
             seconds=time.perf_counter() - self._began,
-            schedule_hash=hash((self.scheduler.hash, self.units.hash)),
+            schedule_hash=self.scheduler.schedule_hash,
             reordered=self.units.reordered,
             stats=self.stats,
             hazards=list(self.hazards.values()),

@@ -89,6 +89,7 @@ class Settings:
         muted: hazard kinds that are not reported.
         instruction_limit: warp-instructions of one launch; time_limit: seconds of processor time of one launch.
         memory_limit: bytes that the device may allocate by itself.
+        cores: processes that run one launch, at most (cores.py).
     """
 
     arch: str = "sm_100a"
@@ -102,6 +103,7 @@ class Settings:
     instruction_limit: int = INSTRUCTIONS.default
     time_limit: float = SECONDS.default
     memory_limit: int = BYTES.default
+    cores: int = 1
 
 
 def check_shape(request: LaunchRequest, smem_bytes: int) -> None:

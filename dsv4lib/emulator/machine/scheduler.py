@@ -38,7 +38,9 @@ class Scheduler:
 
     Attributes:
         ready: warps that can run; blocked: warps that wait, see ``Warp.block``.
-        hash: of the sequence of slices and completions so far.
+        hash: of the sequence of slices since the launch was last quiet; folded: of all slices and completions before.
+        folds: what `folded` was made of, for those that ask for it by making it a list.
+        resident: clusters that the SMs hold at once; at_once: those that run at the same time.
         fruitless: how often the warps were found to only spin, with nothing held back, since the launch made progress.
     """
 
@@ -49,7 +51,8 @@ class Scheduler:
         self.units = machine.units
         self.ready: list[Warp] = []
         self.blocked: list[Warp] = []
-        self.hash = self.fruitless = self._expiries = 0
+        self.hash = self.folded = self.fruitless = self._expiries = 0
+        self.folds: list[int] | None = None
         program, self.trace = machine.program, machine.trace
         self._run = run_loop(counting=self.trace is not None)
         records = program.records if self.trace is None else self.trace.counting_records()
@@ -63,11 +66,11 @@ class Scheduler:
         self._seen = -1
         self._progress, self._idle, self._since = 0, 0, 0
         self._limit, self._deadline, self._began = machine.settings.instruction_limit, 0.0, 0.0
-        self._resident = self.builder.resident_clusters()
+        self.resident = self.builder.resident_clusters()
         # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
-        self._launchable = [machine.queue.popleft() for _ in range(min(self._resident, len(machine.queue)))][::-1]
+        self._launchable = [machine.queue.popleft() for _ in range(min(self.resident, len(machine.queue)))][::-1]
         resident = machine.request.attributes.get("cooperative") or program.uses(_CLUSTER_CONTROL)
-        self._at_once = self._resident if resident else min(self._resident, self.policy.clusters)
+        self.at_once = self.resident if resident else min(self.resident, self.policy.clusters)
 
     def run(self) -> None:
         """Run until every cluster has exited.
@@ -83,7 +86,26 @@ class Scheduler:
     @property
     def running(self) -> bool:
         """Tell whether a cluster has not exited."""
-        return bool(self._live)
+        return bool(self._live or self._launchable or self.machine.queue)
+
+    @property
+    def quiet(self) -> bool:
+        """Tell whether nothing runs and nothing is in flight: between clusters that run one after another."""
+        return not self._live and not len(self.units)
+
+    @property
+    def waiting(self) -> int:
+        """Count the clusters that have not begun."""
+        return len(self._launchable) + len(self.machine.queue)
+
+    def skip(self, clusters: int) -> None:
+        """Leave out the next clusters, which run elsewhere; those after them are numbered as if they had run here."""
+        for _ in range(clusters):
+            if self._launchable:
+                self._launchable.pop()
+            else:
+                self.machine.queue.popleft()
+        self._agents += self.builder.skip(clusters)
 
     def start(self) -> None:
         """Launch the first clusters; from here on the time limit counts."""
@@ -98,6 +120,8 @@ class Scheduler:
             limit: warp-instructions of the whole launch at which this ends, at the latest one later.
         """
         machine, policy = self.machine, self.policy
+        if not self._live and not len(self.units):
+            self._launch()
         for warp, quantum in policy.slices(self.ready):
             if limit is None:
                 self._slice(warp, quantum)
@@ -114,13 +138,47 @@ class Scheduler:
         spinning = self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING
         if self._live and (spinning or not (self.ready or completed)):
             self._unstick()
+        if not self._live:
+            if not len(self.units):
+                self.fold()
+            elif not completed:  # what cannot complete does not hold up the next cluster
+                self._launch()
         if time.monotonic() > self._deadline:
             self._count_seconds()
+
+    def absorb(self, clusters: int, folds: list[int], seconds: float) -> None:
+        """Go on as if the next clusters had run here; the machine's counts include them. ``seconds`` they took."""
+        self.skip(clusters)
+        for one in folds:
+            self.folded = hash((self.folded, one))
+        self._progress, self._since, self._seen = self.machine.progress, self.machine.time, self.machine.events
+        self.restart_clock(self.seconds + seconds)
+
+    def fold(self) -> None:
+        """Add what happened since the launch was last quiet to the hash of the whole."""
+        one = hash((self.hash, self.units.fold()))
+        self.hash, self.folded = 0, hash((self.folded, one))
+        if self.folds is not None:
+            self.folds.append(one)
+
+    @property
+    def schedule_hash(self) -> int:
+        """Hash the interleaving of slices and completions so far."""
+        return hash((self.folded, self.hash, self.units.hash))
+
+    def restart_clock(self, seconds: float = 0.0) -> None:
+        """Count processor time from now on; ``seconds`` were used before."""
+        self._began = time.process_time() - seconds
+
+    @property
+    def seconds(self) -> float:
+        """Processor time since `start`."""
+        return time.process_time() - self._began
 
     def _count_seconds(self) -> None:
         """The time is over by the clock on the wall; on a busy machine the launch had less of it, and gets the rest."""
         limit = self.machine.settings.time_limit
-        left = limit - (time.process_time() - self._began)
+        left = limit - self.seconds
         if left <= 0:
             raise LimitExceeded(f"time limit of {limit} s reached ({SECONDS.how})", self._anywhere())
         self._deadline = time.monotonic() + left
@@ -286,7 +344,7 @@ class Scheduler:
     def _launch(self) -> None:
         """Fill up with clusters."""
         machine = self.machine
-        while len(self._live) < self._at_once:
+        while len(self._live) < self.at_once:
             if self._launchable:
                 origin = self._launchable.pop()
             elif machine.queue:
@@ -320,7 +378,8 @@ class Scheduler:
         if not self._live[cluster]:
             del self._live[cluster]
             self.machine.cluster_finished(cluster)
-            self._launch()
+            if self.at_once > 1:  # else when all that the cluster has begun is complete
+                self._launch()
         return True
 
     def _unstick(self) -> None:
@@ -328,8 +387,8 @@ class Scheduler:
         self._idle, self._since = 0, self.machine.time
         if len(self.units) and (candidates := self.units.candidates()):
             self._complete(candidates[:1])
-        elif len(self._live) < self._resident and (self._launchable or self.machine.queue):
-            self._at_once = len(self._live) + 1
+        elif len(self._live) < self.resident and (self._launchable or self.machine.queue):
+            self.at_once = len(self._live) + 1
             self._launch()
         elif not self.ready:
             self._force()

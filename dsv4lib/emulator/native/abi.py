@@ -86,6 +86,7 @@ CONTEXT = np.dtype(
         ("carry", "<u4"),  # condition code of add.cc and friends, one bit per lane
         ("pad", "<u4"),
         ("padding", "<u8"),  # blocks to which allocators round, for loads past the end; 0 = such loads are faults
+        ("marks", "<u8"),  # address of where the marks of each allocation are (memory/marks.py), 0 = off
         ("past_end", "u1", 48),  # what such a load reads, from the first multiple of 16 on
     ]
 )
@@ -100,6 +101,7 @@ PADDED = 1 << 62  # set in the end of an entry that came from an allocator that 
 # PEDANTIC: what shipped kernels leave out; REPORT: something is checked, if only in Python.
 CHECK_INIT, CHECK_PROXY, CHECK_RACE, CHECK_COUNTERS, CHECK_PEDANTIC, CHECK_REPORT = 1, 2, 4, 8, 16, 32
 CHECK_CODE, CHECK_LANES = 64, 128  # registers, by the code; lanes of one warp
+CHECK_MARK = 256  # accesses to global memory are marked; no check, and never in a device's settings
 
 # What the driver loop returns. STALLED: the running group must converge with parked lanes first.
 DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4

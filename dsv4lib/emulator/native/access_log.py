@@ -25,6 +25,9 @@ define internal void @log_access(ptr %ctx, ptr %addresses, i32 %mask, i64 %code)
 entry:
   %pr = getelementptr i8, ptr %ctx, i64 $C_race
   %log = load ptr, ptr %pr, align 8
+  %none = icmp eq ptr %log, null
+  br i1 %none, label %done, label %look
+look:
   %n = load i64, ptr %log, align 8
   %room = icmp ult i64 %n, CAPACITY
   br i1 %room, label %append, label %done
@@ -117,6 +120,97 @@ other:
 }
 """
 
+# One mark for each word of global memory that the lanes access (memory/marks.py): 1 read, 2 written.
+_MARK = """
+define internal void @mark_access(ptr %ctx, ptr %addresses, i32 %mask, i64 %code) nounwind noinline {
+entry:
+  %pm = getelementptr i8, ptr %ctx, i64 $C_marks
+  %marks = load ptr, ptr %pm, align 8
+  %off = icmp eq ptr %marks, null
+  br i1 %off, label %done, label %begin
+begin:
+  %bytes = and i64 %code, 255
+  %writing = and i64 %code, WRITEBIT
+  %writes = icmp ne i64 %writing, 0
+  %bit = select i1 %writes, i8 2, i8 1
+  %pt = getelementptr i8, ptr %ctx, i64 $C_alloc
+  %table = load ptr, ptr %pt, align 8
+  %pn = getelementptr i8, ptr %ctx, i64 $C_alloc_count
+  %n = load i32, ptr %pn, align 4
+  %count = zext i32 %n to i64
+  %empty = icmp eq i64 %count, 0
+  br i1 %empty, label %done, label %lane
+lane:
+  %i = phi i64 [ 0, %begin ], [ %i1, %next ]
+  %i1 = add i64 %i, 1
+  %out = icmp uge i64 %i, 32
+  br i1 %out, label %done, label %look
+look:
+  %i32 = trunc i64 %i to i32
+  %shifted = lshr i32 %mask, %i32
+  %on = trunc i32 %shifted to i1
+  br i1 %on, label %active, label %next
+active:
+  %pa = getelementptr i64, ptr %addresses, i64 %i
+  %address = load i64, ptr %pa, align 8
+  %top = lshr i64 %address, 56
+  %window = icmp ne i64 %top, 0
+  br i1 %window, label %next, label %search
+search:
+  %lo = phi i64 [ 0, %active ], [ %lo.next, %halve ]
+  %hi = phi i64 [ %count, %active ], [ %hi.next, %halve ]
+  %gap = sub i64 %hi, %lo
+  %narrow = icmp sle i64 %gap, 1
+  br i1 %narrow, label %found, label %halve
+halve:
+  %sum = add i64 %lo, %hi
+  %mid = lshr i64 %sum, 1
+  %mat = shl i64 %mid, 4
+  %mrow = getelementptr i8, ptr %table, i64 %mat
+  %mstart = load i64, ptr %mrow, align 8
+  %right = icmp uge i64 %address, %mstart
+  %lo.next = select i1 %right, i64 %mid, i64 %lo
+  %hi.next = select i1 %right, i64 %hi, i64 %mid
+  br label %search
+found:
+  %at = shl i64 %lo, 4
+  %row = getelementptr i8, ptr %table, i64 %at
+  %start = load i64, ptr %row, align 8
+  %pe = getelementptr i8, ptr %row, i64 8
+  %raw = load i64, ptr %pe, align 8
+  %stop = and i64 %raw, $END
+  %above = icmp uge i64 %address, %start
+  %below = icmp ult i64 %address, %stop
+  %inside = and i1 %above, %below
+  br i1 %inside, label %cover, label %next
+cover:
+  %far = add i64 %address, %bytes
+  %past = icmp ugt i64 %far, %stop
+  %end = select i1 %past, i64 %stop, i64 %far
+  %first = lshr i64 %address, 2
+  %up = add i64 %end, 3
+  %last = lshr i64 %up, 2
+  %pb = getelementptr i64, ptr %marks, i64 %lo
+  %base = load i64, ptr %pb, align 8
+  br label %word
+word:
+  %w = phi i64 [ %first, %cover ], [ %w1, %word ]
+  %where = add i64 %base, %w
+  %p = inttoptr i64 %where to ptr
+  %old = load i8, ptr %p, align 1
+  %new = or i8 %old, %bit
+  store i8 %new, ptr %p, align 1
+  %w1 = add i64 %w, 1
+  %more = icmp ult i64 %w1, %last
+  br i1 %more, label %word, label %next
+next:
+  br label %lane
+done:
+  ret void
+}
+"""
+
+HELPERS["mark_access"] = fill(_MARK.replace("WRITEBIT", str(WRITE)).replace("$END", str(abi.PADDED - 1)))
 HELPERS["log_same"] = fill(_SAME.replace("SAMEBIT", str(SAME)).replace("RANKS", str(abi.MAX_CLUSTER)))
 HELPERS["log_access"] = fill(_APPEND.replace("CAPACITY", str(CAPACITY)).replace("ITEM", str(LOG.itemsize)))
 
@@ -137,7 +231,7 @@ def unchanged(e: Emitter, space: str, slot: Value, staging: Value, nbytes: int, 
 
 
 def log(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value, kind: int, same: Value | None = None) -> None:
-    """Log an access at the spilled addresses if the race detector is on.
+    """Log an access at the spilled addresses if the race detector is on; mark it if the launch is split.
 
     ``nbytes`` a lane; READ, WRITE, STRONG.
 
@@ -146,13 +240,17 @@ def log(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value, kind: int
     if space not in ("shared", "generic", "global"):
         return
     code = str(kind | nbytes | {"generic": GENERIC, "global": GLOBAL, "shared": 0}[space])
-    with e.when(_on(e)):
+    with e.when(_on(e, 0 if space == "shared" else abi.CHECK_MARK)):
         e.helpers.add("log_access")
         if same is not None:
             bit = e.line(f"load i64, ptr {same.ref}, align 8", "i64", 0)
             code = e.line(f"or i64 {bit.ref}, {code}", "i64", 0).ref
-        e.raw(f"call void @log_access(ptr %ctx, ptr {slot.ref}, {mask.typed}, i64 {code})")
+        args = f"ptr %ctx, ptr {slot.ref}, {mask.typed}, i64 {code}"
+        e.raw(f"call void @log_access({args})")
+        if space != "shared":
+            e.helpers.add("mark_access")
+            e.raw(f"call void @mark_access({args})")
 
 
-def _on(e: Emitter) -> Value:
-    return e.icmp("ne", e.context("checks") & abi.CHECK_RACE, 0)
+def _on(e: Emitter, more: int = 0) -> Value:
+    return e.icmp("ne", e.context("checks") & (abi.CHECK_RACE | more), 0)

@@ -304,6 +304,8 @@ def _queue_store(
             apply(machine.gmem.view(target, size, write=True), data)
             if machine.race is not None and whole:
                 machine.race.global_ranges([target], size, True, instr.opcode.startswith("cp.reduce"))
+            elif machine.marks is not None:
+                machine.marks.ranges([target], size, True)
             tracked.done = True
             if machine.trace is not None:
                 machine.trace.bulk("store", target, cta, at, size, writing)

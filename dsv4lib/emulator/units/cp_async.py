@@ -102,6 +102,8 @@ def _queue(
         if machine.race is not None:
             machine.race.shared_words(cta, to, size, True)
             machine.race.global_ranges(start[valid == size], size, False)
+        if partial and machine.marks is not None:
+            machine.marks.ranges(start[valid > 0], size, False)
         tracked.read = tracked.done = True
         if machine.trace is not None:
             machine.trace.cp_async(warp, instr, to, start, size)

@@ -95,6 +95,8 @@ def descriptor(warp: Warp, address: int) -> tuple[TensorMap, bytes]:
             f"the tensor map at {address:#x} was {machine.units.descriptors[address]} without a tensormap proxy fence",
             warp.place(),
         )
+    if machine.marks is not None:
+        machine.marks.ranges([address], tensormap.USED, False)
     raw = machine.gmem.view(address, tensormap.USED).tobytes()
     try:
         return tensormap.decode(raw), raw
@@ -257,7 +259,7 @@ class _Load:
         box, machine = self.box, cta.machine
         _check_unchanged(self.warp, self.address, self.raw, op.where)
         data = tma_box.read(box, machine.gmem)
-        if machine.race is not None and machine.race.full:
+        if machine.race is not None and machine.race.follows:
             machine.race.global_ranges(*tma_box.ranges(box), False)
         if self.tensor.element.chunk is not None:
             index = np.arange(place.first >> 4, place.end >> 4) if place.index is None else place.index
@@ -412,7 +414,7 @@ class _Store:
         """Write or reduce into global memory."""
         machine = self.warp.cta.machine
         over = max(tma_box.write(box, machine.gmem, data, self.op) for box in self.boxes(machine.gmem))
-        if machine.race is not None and machine.race.full:
+        if machine.race is not None and machine.race.follows:
             for box in self.boxes(machine.gmem):
                 machine.race.global_ranges(*tma_box.ranges(box), True, bool(self.op))
         if over:

@@ -28,6 +28,7 @@ BAD_SETTINGS = {
     "instruction_limit": [0, -5, 1.5, True, "10", math.inf],
     "memory_limit": [0, -5, 1.5, True, "10", math.inf],
     "time_limit": [0, -1.0, math.nan, True, "10"],
+    "cores": [0, -1, 1.5, True, "2"],
     "shims": [1, None],
     "default_device": ["meta", None, 0, ["cuda"]],
 }
@@ -196,7 +197,7 @@ BAD_EMULATE = [
     *(("arch", value) for value in BAD_SETTINGS["arch"]),
     *(
         (n, v)
-        for n in ("seed", "schedule", "checks", "sm_count", "time_limit", "instruction_limit", "memory_limit")
+        for n in ("seed", "schedule", "checks", "sm_count", "time_limit", "instruction_limit", "memory_limit", "cores")
         for v in BAD_SETTINGS[n]
         if v is not None
     ),
@@ -224,6 +225,7 @@ def test_emulate(name, value, tmp_path):
         (["--time-limit", "nan"], "time_limit"),
         (["--instruction-limit", "0"], "instruction_limit"),
         (["--memory-limit", "-1"], "memory_limit"),
+        (["--cores", "0"], "cores"),
     ],
 )
 def test_command_line(options, name, tmp_path):

@@ -27,6 +27,7 @@ class Machine:
     def __init__(self) -> None:
         self.gmem, self.units, self.stats = GlobalMemory(), AsyncUnits(self), Counter()
         self.trace, self.race, self.time, self.fatal = None, None, 0, False
+        self.marks = None
         self.hazards: list[str] = []
         self.waiting: list[tuple[int, int, int]] = []
         self.progress = 0
