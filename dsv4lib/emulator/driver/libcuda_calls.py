@@ -322,6 +322,14 @@ def _fill(kind: Any) -> Any:
     return fill
 
 
+fill_bytes = _fill(U8)
+
+
+def is_pinned(address: int) -> bool:
+    """Tell whether pinned host memory begins at an address."""
+    return address in _HOST
+
+
 def _fill_rows(kind: Any) -> Any:
     def fill(target: int, pitch: int, value: int, width: int, height: int, *_stream: Any) -> None:
         for row in range(height):

@@ -136,7 +136,7 @@ class CudaMode(TorchFunctionMode):
     def _take_device(self, kwargs: dict[str, Any]) -> int | None:
         """Remove the device argument; returns the side where the result is wanted."""
         device = kwargs.get("device")
-        if device is None:
+        if device is None or _fakes():
             return None
         side = side_of(device)
         if side is not None and side != HOST:
@@ -156,7 +156,7 @@ class CudaMode(TorchFunctionMode):
     def _real(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor keeps its own device: host memory, meta tensors, fake tensors of the CPU."""
         if _is_fake(tensor):
-            return not getattr(tensor, _FAKE_CUDA, False)
+            return True
         return _DEVICE.__get__(tensor).type != "cpu" or self.sides.find(tensor) == HOST
 
     def _place(self, out: Any, inputs: list[torch.Tensor], wanted: int | None) -> Any:
@@ -168,8 +168,6 @@ class CudaMode(TorchFunctionMode):
         if not isinstance(out, torch.Tensor):
             return out
         if _is_fake(out):
-            if wanted not in (None, HOST) or (wanted is None and any(getattr(t, _FAKE_CUDA, False) for t in inputs)):
-                setattr(out, _FAKE_CUDA, True)
             return out
         if out.layout != torch.strided or _DEVICE.__get__(out).type != "cpu":
             return out
@@ -198,6 +196,11 @@ class CudaMode(TorchFunctionMode):
         if not fresh and self.side(tensor) == target:
             return out
         return self._on(out if fresh else out.clone(), target)
+
+
+def _fakes() -> bool:
+    """Whether tensors made now are fake: they name devices as they like."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
