@@ -207,6 +207,15 @@ class Capture:
         self.graph.capture_end()
 
 
+def _exchange(index: int) -> int:
+    """Make a device the current one; returns the one before. A negative number changes nothing."""
+    before = RUNTIME.device().index
+    if index < 0:
+        return -1
+    RUNTIME.select(index)
+    return before
+
+
 def properties(*_args: Any) -> types.SimpleNamespace:
     """Answer ``torch.cuda.get_device_properties``."""
     gpu = RUNTIME.device()
@@ -255,6 +264,8 @@ def _torch_cuda() -> dict[str, Any]:
         "set_rng_state": answer(None),
         "synchronize": lambda *a: RUNTIME.synchronize(),
         "set_device": lambda device: RUNTIME.select(device_index(device)),
+        "_exchange_device": _exchange,
+        "_maybe_exchange_device": lambda index: _exchange(index),
         "set_stream": lambda stream: setattr(RUNTIME, "stream", stream.cuda_stream),
         "current_stream": lambda device=None: Stream(device, stream_ptr=RUNTIME.stream),
         "default_stream": lambda device=None: Stream(device, stream_ptr=0),

@@ -24,7 +24,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from dsv4lib.emulator.driver import cuda_api, triton_driver
+from dsv4lib.emulator.driver import cuda_api, torch_compile, triton_driver
+from dsv4lib.emulator.driver.on_import import when_imported
 from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.driver.scaled_mm import scaled_mm
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -279,7 +280,17 @@ def _get_device(mode: CudaMode, tensor: torch.Tensor) -> int:
     return mode.side(tensor)
 
 
+def _from_data(mode: CudaMode, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """``torch.tensor``, which reads its data on the host, also where it makes a fake tensor of a CUDA device."""
+    fakes = _fakes() and is_cuda(device)
+    wanted = mode._take_device(named := {"device": device})
+    kwargs.pop("pin_memory", None)
+    made = torch.tensor(data, device="cpu" if fakes else named["device"], **kwargs)
+    return torch.empty(made.shape, dtype=made.dtype, device=device) if fakes else mode._place(made, [], wanted)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.tensor: _from_data,
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _cuda,
     torch.Tensor.cpu: _cpu,
@@ -329,7 +340,10 @@ def patched(default: str) -> Iterator[None]:
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
         patch.around(torch.autograd, "_engine_run_backward", functools.partial(_backward, mode))
         try:
-            with triton_driver.patched(), mode:
+            compiler = {
+                torch_compile.COMPILER: functools.partial(torch_compile.lead, patch, mode),
+            }
+            with triton_driver.patched(), when_imported(compiler), mode:
                 yield
         finally:
             rules = sys.modules.get("torch._dynamo.trace_rules")
