@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from dsv4lib.emulator.driver.cuda_api import timed
 from dsv4lib.emulator.driver.patching import Patches
 from dsv4lib.emulator.driver.symbols import RUNTIME
 
-COMPILER, TRACER = "torch._inductor.compile_fx", "torch._dynamo.trace_rules"
-_OURS = str(Path(__file__).parents[1])
+COMPILER = "torch._inductor.compile_fx"
 _LIBRARY = str(Path(torch.__file__).parent / "lib" / "libc10.so")
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _CPU, _CUDA, _DEVICE_TYPES = 0, 1, 2
@@ -32,9 +32,12 @@ def lead(patch: Patches, mode: Any, module: ModuleType) -> None:
         mode: rewrites devices in calls of torch (`torch_shims.CudaMode`).
     """
     from torch._C._dynamo import guards
-    from torch._inductor import config
+    from torch._dynamo import device_interface
+    from torch._inductor import config, output_code
+    from torch._inductor.runtime import benchmarking
+    from torch._subclasses import meta_utils
 
-    def compile_under(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def under(original: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:
             return original(*args, **kwargs)
 
@@ -43,18 +46,15 @@ def lead(patch: Patches, mode: Any, module: ModuleType) -> None:
             return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
 
     _guard(patch)
-    patch.around(module, "compile_fx", compile_under)
+    patch.around(module, "compile_fx", under)
+    patch.around(output_code.CompiledFxGraph, "__call__", under)
+    patch.around(meta_utils.MetaTensorDescriber, "describe_tensor", under)
     patch.set(guards, "_empty_strided_cuda", empty)
     patch.set(config, "compile_threads", 1)
     patch.set(config, "use_static_triton_launcher", False)  # C++ that a build without CUDA does not have
     patch.set(torch._C, "_cuda_getCurrentRawStream", lambda _device: RUNTIME.stream)
-
-
-def skip(module: ModuleType) -> None:
-    """Let Dynamo, whose module of `TRACER` has been imported, run functions of the emulator instead of tracing them."""
-    if _OURS not in module.SKIP_DIRS:
-        module.SKIP_DIRS.append(_OURS)
-        module._recompile_re()
+    patch.set(device_interface.CudaInterface, "get_raw_stream", staticmethod(lambda _device: RUNTIME.stream))
+    patch.set(benchmarking.benchmarker, "benchmark_gpu", lambda call, *_args, **_options: timed(call))
 
 
 def _guard(patch: Patches) -> None:

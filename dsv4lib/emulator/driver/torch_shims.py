@@ -8,7 +8,7 @@ aligned as cudaMalloc aligns them, because kernels rely on it.
 
 `torch.cuda` is replaced function by function (`cuda_api`). On a single device a launch is finished when it returns, so
 streams and events have nothing to do. In a group (devices.py) launches are queued, and an operation that looks at a
-device's tensors first lets them run. Times are NaN: emulated time says nothing about performance.
+device's tensors first lets them run. Times count work (`emulated_time`) and say nothing of performance.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class CudaMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run ``func`` on the CPU and keep the books."""
+        if torch.compiler.is_dynamo_compiling():  # Dynamo traces this function, too: its tensors are fake
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         if func is torch.device:
             return func(*args, **kwargs)
