@@ -1,6 +1,5 @@
-"""Kernels in Gluon, for cases_gluon: Triton's language of layouts, barriers and tensor memory, lowered by its compiler."""
+"""Kernels in Gluon, for cases_gluon: Triton's language of layouts, barriers and tensor memory."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import blackwell as sm100
@@ -8,7 +7,7 @@ from triton.experimental.gluon.language.nvidia import hopper as sm90
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["clc_rows", "describe", "matmul_sm90", "matmul_sm100", "matmul_two_ctas", "scaled_matmul"]
+__all__ = ["clc_rows", "describe", "matmul_sm90", "matmul_sm100", "matmul_two_ctas"]
 
 
 def describe(tensor, block, **options):

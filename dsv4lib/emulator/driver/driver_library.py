@@ -24,8 +24,9 @@ from dsv4lib.errors import DSV4Error
 __all__ = ["USERS", "_calls", "_modules", "load", "patched"]
 
 RUNTIME_INSIDE = (  # CuPy's compiled modules that contain the CUDA runtime
-    "cupy_backends.cuda.api.runtime", "cupy.cuda.cub", "cupy.cuda.thrust", "cupy.cuda.jitify", "cupy.random._generator_api",
-)  # fmt: skip
+    "cupy_backends.cuda.api.runtime",
+    *(f"cupy.{name}" for name in ("cuda.cub", "cuda.thrust", "cuda.jitify", "random._generator_api")),
+)
 USERS = ("cuda.core", "numba.cuda", "numba_cuda", "warp", "cupy_backends")  # packages that load it
 
 

@@ -1,8 +1,8 @@
 """Count the work of launches as time, so that autotuners have something to choose by.
 
-It is no prediction of a GPU: no cache, no latency of memory, nothing that overlaps or waits. What it keeps is order: of
-two configurations of a kernel, the one that executes fewer instructions, moves fewer bytes or fills more SMs takes
-less. A launch takes its largest part, in cycles of a clock of 1 GHz:
+It is no prediction of a GPU: no cache, no latency of memory, nothing that waits. What it keeps is order: of two
+configurations of a kernel, the one that executes fewer instructions, moves fewer bytes or fills more SMs takes less.
+A launch takes the sum of its parts, as if nothing overlapped, in cycles of a clock of 1 GHz:
 
 * issue: warp-instructions, four a cycle and SM;
 * chain: warp-instructions of one warp, one in four cycles, as often as the grid fills the device anew;
@@ -38,17 +38,21 @@ def milliseconds(result: LaunchResult, sms: int, resident: int = 1) -> float:
     ctas, warps = max(stats["ctas"], 1), max(stats["warps"], 1)
     used, rounds = min(ctas, sms), math.ceil(ctas / (sms * max(resident, 1)))
     moved = SECTOR * stats["global_sectors"] + sum(stats[name] for name in _MOVED)
-    cycles = max(
-        result.instructions / (ISSUE * used),
-        LATENCY * rounds * result.instructions / warps,
-        moved / (BYTES * used),
-        stats["mma_flops"] / (FLOPS * used),
+    cycles = sum(
+        (
+            result.instructions / (ISSUE * used),
+            LATENCY * rounds * result.instructions / warps,
+            moved / (BYTES * used),
+            stats["mma_flops"] / (FLOPS * used),
+        )
     )
     return LAUNCH_MS + MS_PER_CYCLE * cycles
 
 
 def say() -> None:
-    """Warn, once in a process, that a time was asked for and is not a GPU's."""
+    """Warn, once in a process, that times here are no GPU's."""
     if not _SAID:
         _SAID.append(True)
-        warnings.warn("times of the emulator count work and are no GPU's: compare, but do not report them", stacklevel=3)
+        warnings.warn(
+            "times of the emulator count work and are no GPU's: compare, but do not report them", stacklevel=3
+        )

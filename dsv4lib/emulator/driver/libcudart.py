@@ -14,8 +14,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from dsv4lib.emulator.driver import libcuda, unified
-from dsv4lib.emulator.driver import libcuda_calls as calls
+from dsv4lib.emulator.driver import libcuda, libcuda_contexts, unified
+from dsv4lib.emulator.driver import libcuda_calls as calls  # with contexts it fills `libcuda.ENTRIES`
 from dsv4lib.emulator.driver.cuda_api import DRIVER_VERSION
 from dsv4lib.emulator.driver.libcuda import NOT_SUPPORTED, SIZE, U32, U64, I, P, put
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -99,8 +99,8 @@ def runtime_version(out: int) -> None:
 
 @_entry("cudaSetDevice", I)
 def set_device(device: int) -> None:
-    """Make a device the active one."""
-    RUNTIME.select(device)
+    """Make a device the active one, and its context."""
+    libcuda_contexts.set_current(libcuda_contexts.handle(device))
 
 
 @_entry("cudaDeviceGetByPCIBusId", P, ctypes.c_char_p)

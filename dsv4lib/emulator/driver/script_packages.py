@@ -26,7 +26,7 @@ from dsv4lib.errors import BackendUnavailable
 
 MEMORY_POOLS = 115  # device attribute: without them Warp allocates by one function
 _NUMBA, _NUMBA_DRIVER = "numba.cuda.decorators", "numba.cuda.cudadrv.driver"
-_CUPY = "cupy._core._accelerator"
+_CUPY_CORE = "cupy._core._accelerator"
 _WARP, _WARP_CONFIG = "warp._src.context", "warp.config"
 
 
@@ -40,7 +40,8 @@ def patched() -> Iterator[None]:
             _NUMBA_DRIVER: _built_in,
             _WARP: lambda module: _warp(patch, module),
             _WARP_CONFIG: lambda module: _warp_config(patch, module),
-            _CUPY: lambda module: _cupy(patch, module),
+            _CUPY_CORE: lambda module: _cupy(patch, module),
+            "cupy": lambda module: module.cuda.set_allocator(None),  # not one for many arrays: their ends are checked
         }
         with when_imported(actions):
             yield

@@ -1,8 +1,8 @@
 """Lead the functions of a CUDA runtime that a compiled module contains to ours (`libcudart`).
 
 A module that is linked with ``libcudart_static.a`` and not stripped has a symbol for each of its functions. The first
-bytes of each are overwritten by a jump into a library of ours (`shared_object`), whose table leads to the callbacks and,
-when Python ends, to a function that succeeds. Nothing is written to the file; another process is not touched.
+bytes of each are overwritten by a jump into a library of ours (`shared_object`), whose table leads to the callbacks,
+and when Python ends to a function that succeeds. Nothing is written to the file; no other process is touched.
 
 Source: System V ABI ("Symbol Table"), mprotect(2), dl_iterate_phdr(3).
 """
