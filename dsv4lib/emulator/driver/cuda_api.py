@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from dsv4lib.emulator.driver import modules
+from dsv4lib.emulator.driver import emulated_time, modules
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.machine.request import LaunchRequest
@@ -81,16 +81,21 @@ class ExternalStream(Stream):
 
 
 class Event:
-    """An event; times are NaN. On a single device it has always happened."""
+    """An event; times are emulated (`emulated_time`), NaN in a group. On a single device it has always happened."""
 
     cuda_event = 0
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.mark: Mark | None = None
+        self.time = NO_TIME
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark what is queued on a stream now."""
-        self.mark = RUNTIME.record(RUNTIME.stream if stream is None else stream.cuda_stream)
+        self.put(RUNTIME.stream if stream is None else stream.cuda_stream)
+
+    def put(self, stream: int) -> None:
+        """Do as `record`, with the stream's handle."""
+        self.mark, self.time = RUNTIME.record(stream), RUNTIME.device().tick()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Order what follows on a stream after this event."""
@@ -105,8 +110,9 @@ class Event:
         return self.mark is None or self.mark.reached
 
     def elapsed_time(self, end: Any) -> float:
-        """Return NaN: the emulator does not predict time."""
-        return NO_TIME
+        """Get the emulated milliseconds between two events, which count work; NaN if one was not recorded."""
+        emulated_time.say()
+        return end.time - self.time
 
 
 class Scope:
@@ -207,6 +213,15 @@ class Capture:
         self.graph.capture_end()
 
 
+def _exchange(index: int) -> int:
+    """Make a device the current one; returns the one before. A negative number changes nothing."""
+    before = RUNTIME.device().index
+    if index < 0:
+        return -1
+    RUNTIME.select(index)
+    return before
+
+
 def properties(*_args: Any) -> types.SimpleNamespace:
     """Answer ``torch.cuda.get_device_properties``."""
     gpu = RUNTIME.device()
@@ -255,6 +270,8 @@ def _torch_cuda() -> dict[str, Any]:
         "set_rng_state": answer(None),
         "synchronize": lambda *a: RUNTIME.synchronize(),
         "set_device": lambda device: RUNTIME.select(device_index(device)),
+        "_exchange_device": _exchange,
+        "_maybe_exchange_device": lambda index: _exchange(index),
         "set_stream": lambda stream: setattr(RUNTIME, "stream", stream.cuda_stream),
         "current_stream": lambda device=None: Stream(device, stream_ptr=RUNTIME.stream),
         "default_stream": lambda device=None: Stream(device, stream_ptr=0),
@@ -383,7 +400,7 @@ def _events(prefix: str, handle: Any) -> dict[str, Any]:
         return (handle(make_event()),)
 
     def record(of: Any, stream: Any = 0) -> tuple[()]:
-        event(of).mark = RUNTIME.record(int(stream))
+        event(of).put(int(stream))
         return ()
 
     table = {
@@ -482,10 +499,17 @@ def _benchmark_for_autotune(
     current_stream: Any = None,
     **kwargs: Any,
 ) -> float:
-    """What CuTeDSL's autotuners compare: every configuration runs once and takes no time, so the first one wins."""
+    """What CuTeDSL's autotuners compare: every configuration runs once; its emulated time, in us."""
     del warmup_iterations, iterations, use_cold_l2, print_verbose, current_stream
-    callable(*args, **kwargs)
-    return 0.0
+    return 1e3 * timed(lambda: callable(*args, **kwargs))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Run once what an autotuner compares; returns emulated milliseconds, for a group the same for all."""
+    before = RUNTIME.device().tick()
+    call()
+    after = RUNTIME.device().tick()
+    return after - before if after > before else 0.0
 
 
 def _profile(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
@@ -495,7 +519,7 @@ def _profile(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
 
 
 def _testing() -> Iterator[tuple[Any, str, Any]]:
-    """Benchmarks answer NaN, those of autotuners a number that can be compared."""
+    """Benchmarks answer NaN, those of autotuners emulated time, which can be compared."""
     import cutlass.cute.testing
     import cutlass.testing
 

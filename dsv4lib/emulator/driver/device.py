@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ import numpy as np
 from dsv4lib.emulator.checks import KINDS, Hazard
 from dsv4lib.emulator.checks.race import Detector
 from dsv4lib.emulator.checks.selection import PRESETS, select
-from dsv4lib.emulator.driver import arguments
+from dsv4lib.emulator.driver import arguments, config, emulated_time
 from dsv4lib.emulator.driver.arch import Architecture, architecture
 from dsv4lib.emulator.driver.memory import Tracker
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -74,6 +75,7 @@ class Device:
         self.trace: Trace | None = None
         self.observer: Callable[[LaunchRequest, LaunchResult], None] | None = None
         self.before: Detector | None = None
+        self.clock = 0.0  # ms of emulated time: `emulated_time`
         self._stream = 0
         self._allocated = 0  # bytes
         self._attributes = arch.attributes(settings.sm_count)
@@ -118,8 +120,15 @@ class Device:
     def ran(self, request: LaunchRequest, result: LaunchResult) -> None:
         """Keep what came of a launch."""
         self.launches.append(Launch(request, result))
+        resident = config.ctas_per_sm(request, self.arch)
+        self.clock += emulated_time.milliseconds(result, self.settings.sm_count, resident)
         if self.observer is not None:
             self.observer(request, result)
+
+    def tick(self) -> float:
+        """Count an event; returns the emulated time in ms. NaN in a group, whose launches run when they are awaited."""
+        self.clock += emulated_time.EVENT_MS
+        return self.clock if self.group is None else math.nan
 
     def synchronize(self) -> None:
         """Run what is queued on this device and on the others of its group."""

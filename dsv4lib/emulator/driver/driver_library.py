@@ -6,7 +6,14 @@ import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dsv4lib.emulator.driver import libcuda, libcuda_contexts, libnvrtc, script_packages, shared_object
+from dsv4lib.emulator.driver import (
+    libcuda,
+    libcuda_contexts,
+    libnvrtc,
+    script_packages,
+    shared_object,
+    static_runtime,
+)
 from dsv4lib.emulator.driver import libcuda_calls as _calls  # they fill `libcuda.ENTRIES`
 from dsv4lib.emulator.driver import libcuda_modules as _modules
 from dsv4lib.emulator.driver.on_import import before_import, when_imported
@@ -16,6 +23,10 @@ from dsv4lib.errors import DSV4Error
 
 __all__ = ["USERS", "_calls", "_modules", "load", "patched"]
 
+RUNTIME_INSIDE = (  # CuPy's compiled modules that contain the CUDA runtime
+    "cupy_backends.cuda.api.runtime",
+    *(f"cupy.{name}" for name in ("cuda.cub", "cuda.thrust", "cuda.jitify", "random._generator_api")),
+)
 USERS = ("cuda.core", "numba.cuda", "numba_cuda", "warp", "cupy_backends")  # packages that load it
 
 
@@ -30,7 +41,8 @@ def patched(folder: str) -> Iterator[None]:
     before = dict.fromkeys(USERS, lambda: load(folder))
     try:
         with libcuda_contexts.fresh(), patches() as patch, script_packages.patched(), before_import(before):
-            with when_imported({libnvrtc.BINDINGS: lambda module: libnvrtc.lead(patch, module, folder)}):
+            actions = {name: lambda module: static_runtime.lead(module, folder) for name in RUNTIME_INSIDE}
+            with when_imported(actions | {libnvrtc.BINDINGS: lambda module: libnvrtc.lead(patch, module, folder)}):
                 yield
         if libcuda.stopped():
             raise RUNTIME.refused  # type: ignore[misc]  # not None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def _settings(patch: Patches, gpu: Device) -> None:
         "QUACK_CACHE_ENABLED": "0",
         "FLASHINFER_CUTE_DSL_DISABLE_CACHE": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
-        "TORCHDYNAMO_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": os.environ.get("TORCHDYNAMO_DISABLE", "1"),  # 0: torch.compile compiles
     }.items():
         patch.env(name, value)
     CuTeDSL._get_dsl()

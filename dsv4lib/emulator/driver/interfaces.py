@@ -31,6 +31,9 @@ class DeviceView(Protocol):
     def launch(self, *given: Any, **options: Any) -> Any:
         """Run a kernel."""
 
+    def tick(self) -> float:
+        """Get the emulated time."""
+
     def ran(self, *given: Any, **options: Any) -> Any:
         """Keep the result of a launch."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsv4lib.emulator.driver import shared_object
@@ -49,24 +49,30 @@ def entry(name: str, *types: Any, release: bool = False) -> Callable[[Callable[.
     It returns None, or a status. ``release``: succeeds also without a device: destructors run when all is over.
     A null pointer is 0, as a handle is.
     """
-    pointers = [kind is P for kind in types]
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*args: Any) -> int:
-            if not RUNTIME.devices:
-                return SUCCESS if release else NO_DEVICE
-            if stopped() and not release:
-                return LAUNCH_FAILED
-            try:
-                given = (0 if a is None and pointer else a for a, pointer in zip(args, pointers, strict=True))
-                return function(*given) or SUCCESS
-            except BaseException as error:  # also KeyboardInterrupt: it must not be lost
-                return refuse(error)
-
-        ENTRIES[name] = ctypes.CFUNCTYPE(ctypes.c_int, *types)(guarded)
+        ENTRIES[name] = ctypes.CFUNCTYPE(ctypes.c_int, *types)(guarded(function, types, release))
         return function
 
     return add
+
+
+def guarded(function: Callable[..., Any], types: Sequence[Any], release: bool) -> Callable[..., int]:
+    """Let a server answer a status whatever it raises; arguments as for `entry`."""
+    pointers = [kind is P for kind in types]
+
+    def serve(*args: Any) -> int:
+        if not RUNTIME.devices:
+            return SUCCESS if release else NO_DEVICE
+        if stopped() and not release:
+            return LAUNCH_FAILED
+        try:
+            given = (0 if a is None and pointer else a for a, pointer in zip(args, pointers, strict=True))
+            return function(*given) or SUCCESS
+        except BaseException as error:  # also KeyboardInterrupt: it must not be lost
+            return refuse(error)
+
+    return serve
 
 
 def put(address: int | None, kind: Any, value: Any) -> None:

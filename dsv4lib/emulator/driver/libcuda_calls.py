@@ -322,6 +322,14 @@ def _fill(kind: Any) -> Any:
     return fill
 
 
+fill_bytes = _fill(U8)
+
+
+def is_pinned(address: int) -> bool:
+    """Tell whether pinned host memory begins at an address."""
+    return address in _HOST
+
+
 def _fill_rows(kind: Any) -> Any:
     def fill(target: int, pitch: int, value: int, width: int, height: int, *_stream: Any) -> None:
         for row in range(height):
@@ -435,7 +443,7 @@ def event_create(out: int, _flags: int) -> None:
 @entry("cuEventRecord", P, P)
 def event_record(event: int, stream: int | None, *_flags: int) -> None:
     """Mark what is queued on a stream."""
-    cuda_api.event(event).mark = RUNTIME.record(queue(stream))
+    cuda_api.event(event).put(queue(stream))
 
 
 entry("cuEventRecordWithFlags", P, P, U32)(event_record)
@@ -443,7 +451,7 @@ entry("cuEventRecordWithFlags", P, P, U32)(event_record)
 
 @entry("cuEventElapsedTime", P, P, P)
 def event_elapsed(out: int, start: int, end: int) -> None:
-    """Answer NaN: no time is emulated."""
+    """Get the emulated time between two events, in ms."""
     put(out, ctypes.c_float, cuda_api.event(start).elapsed_time(cuda_api.event(end)))
 
 

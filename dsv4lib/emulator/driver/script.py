@@ -138,7 +138,8 @@ def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any
             "QUACK_CACHE_ENABLED": "0",
             "FLASHINFER_CUTE_DSL_DISABLE_CACHE": "1",
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
-            "TORCHDYNAMO_DISABLE": "1",
+            "TORCHDYNAMO_DISABLE": os.environ.get("TORCHDYNAMO_DISABLE", "1"),  # 0: torch.compile compiles
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
             # By function, not by file: a kernel from Triton's cache could name the lines of another script.
             "TRITON_CACHE_DIR": str(Path(folder) / "triton"),
             "WARP_CACHE_PATH": str(Path(folder) / "warp"),

@@ -1,9 +1,10 @@
-"""Settings and small repairs for packages whose scripts run through the driver library: numba-cuda and Warp.
+"""Settings and small repairs for packages whose scripts run through the driver library: numba-cuda, CuPy and Warp.
 
-numba-cuda needs none but the lines of the source. Warp's native library contains the CUDA runtime, which asks the
-driver for functions that no document describes. Warp calls that runtime for memory only, by functions of its own, which
-are served here. Its kernels are loaded and launched through the driver. What runs a kernel of Warp's own binary
-(sorting, scanning, meshes, hash grids on the device) is refused: there is no PTX of it.
+numba-cuda needs none but the lines of the source. CuPy is kept from kernels of its own binary. Warp's native library
+contains the CUDA runtime, which asks the driver for functions that no document describes. Warp calls that runtime for
+memory only, by functions of its own, which are served here. Its kernels are loaded and launched through the driver.
+What runs a kernel of Warp's own binary (sorting, scanning, meshes, hash grids on the device) is refused: there is no
+PTX of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dsv4lib.errors import BackendUnavailable
 
 MEMORY_POOLS = 115  # device attribute: without them Warp allocates by one function
 _NUMBA, _NUMBA_DRIVER = "numba.cuda.decorators", "numba.cuda.cudadrv.driver"
+_CUPY_CORE = "cupy._core._accelerator"
 _WARP, _WARP_CONFIG = "warp._src.context", "warp.config"
 
 
@@ -38,6 +40,8 @@ def patched() -> Iterator[None]:
             _NUMBA_DRIVER: _built_in,
             _WARP: lambda module: _warp(patch, module),
             _WARP_CONFIG: lambda module: _warp_config(patch, module),
+            _CUPY_CORE: lambda module: _cupy(patch, module),
+            "cupy": lambda module: module.cuda.set_allocator(None),  # not one for many arrays: their ends are checked
         }
         with when_imported(actions):
             yield
@@ -65,6 +69,13 @@ def _built_in(module: ModuleType) -> None:
     """
     if "numba_cuda" not in (module.__file__ or ""):
         raise BackendUnavailable("numba's built-in CUDA target is not supported: pip install numba-cuda, its successor")
+
+
+def _cupy(patch: Patches, module: ModuleType) -> None:
+    """Let CuPy reduce by kernels that it compiles, not by those of CUB in its binary, and compile them here."""
+    patch.env("CUPY_CACHE_IN_MEMORY", "1")  # of a cubin from its files no PTX is known
+    module.set_reduction_accelerators([])
+    module.set_routine_accelerators([])
 
 
 def _warp_config(patch: Patches, module: ModuleType) -> None:

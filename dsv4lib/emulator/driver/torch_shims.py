@@ -8,7 +8,7 @@ aligned as cudaMalloc aligns them, because kernels rely on it.
 
 `torch.cuda` is replaced function by function (`cuda_api`). On a single device a launch is finished when it returns, so
 streams and events have nothing to do. In a group (devices.py) launches are queued, and an operation that looks at a
-device's tensors first lets them run. Times are NaN: emulated time says nothing about performance.
+device's tensors first lets them run. Times count work (`emulated_time`) and say nothing of performance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from dsv4lib.emulator.driver import cuda_api, triton_driver
+from dsv4lib.emulator.driver import cuda_api, torch_compile, triton_driver
+from dsv4lib.emulator.driver.on_import import when_imported
 from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.driver.scaled_mm import scaled_mm
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -104,6 +105,8 @@ class CudaMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run ``func`` on the CPU and keep the books."""
+        if torch.compiler.is_dynamo_compiling():  # Dynamo traces this function, too: its tensors are fake
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         if func is torch.device:
             return func(*args, **kwargs)
@@ -136,7 +139,7 @@ class CudaMode(TorchFunctionMode):
     def _take_device(self, kwargs: dict[str, Any]) -> int | None:
         """Remove the device argument; returns the side where the result is wanted."""
         device = kwargs.get("device")
-        if device is None:
+        if device is None or _fakes():
             return None
         side = side_of(device)
         if side is not None and side != HOST:
@@ -156,7 +159,7 @@ class CudaMode(TorchFunctionMode):
     def _real(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor keeps its own device: host memory, meta tensors, fake tensors of the CPU."""
         if _is_fake(tensor):
-            return not getattr(tensor, _FAKE_CUDA, False)
+            return True
         return _DEVICE.__get__(tensor).type != "cpu" or self.sides.find(tensor) == HOST
 
     def _place(self, out: Any, inputs: list[torch.Tensor], wanted: int | None) -> Any:
@@ -168,8 +171,6 @@ class CudaMode(TorchFunctionMode):
         if not isinstance(out, torch.Tensor):
             return out
         if _is_fake(out):
-            if wanted not in (None, HOST) or (wanted is None and any(getattr(t, _FAKE_CUDA, False) for t in inputs)):
-                setattr(out, _FAKE_CUDA, True)
             return out
         if out.layout != torch.strided or _DEVICE.__get__(out).type != "cpu":
             return out
@@ -198,6 +199,11 @@ class CudaMode(TorchFunctionMode):
         if not fresh and self.side(tensor) == target:
             return out
         return self._on(out if fresh else out.clone(), target)
+
+
+def _fakes() -> bool:
+    """Whether tensors made now are fake: they name devices as they like."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -276,7 +282,17 @@ def _get_device(mode: CudaMode, tensor: torch.Tensor) -> int:
     return mode.side(tensor)
 
 
+def _from_data(mode: CudaMode, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """``torch.tensor``, which reads its data on the host, also where it makes a fake tensor of a CUDA device."""
+    fakes = _fakes() and is_cuda(device)
+    wanted = mode._take_device(named := {"device": device})
+    kwargs.pop("pin_memory", None)
+    made = torch.tensor(data, device="cpu" if fakes else named["device"], **kwargs)
+    return torch.empty(made.shape, dtype=made.dtype, device=device) if fakes else mode._place(made, [], wanted)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.tensor: _from_data,
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _cuda,
     torch.Tensor.cpu: _cpu,
@@ -326,7 +342,10 @@ def patched(default: str) -> Iterator[None]:
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
         patch.around(torch.autograd, "_engine_run_backward", functools.partial(_backward, mode))
         try:
-            with triton_driver.patched(), mode:
+            compiler = {
+                torch_compile.COMPILER: functools.partial(torch_compile.lead, patch, mode),
+            }
+            with triton_driver.patched(), when_imported(compiler), mode:
                 yield
         finally:
             rules = sys.modules.get("torch._dynamo.trace_rules")

@@ -5,8 +5,8 @@ one class, ``CudaUtils``: it loads a cubin, tells the properties of the device, 
 class here answers instead; arguments, descriptors and scratch memory stay Triton's own code. The PTX of a cubin is
 what Triton keeps beside it.
 
-Written against Triton 3.9. No time is measured: each configuration of ``@triton.autotune`` runs once, and the first
-that can be launched wins; ``triton.testing.do_bench`` runs its function once and answers NaN.
+Written against Triton 3.9. No time is measured: each configuration of ``@triton.autotune`` runs once, and the one that
+takes the least emulated time wins (`emulated_time`); ``triton.testing.do_bench`` runs its function once, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from dsv4lib.emulator.driver import binary, config, cubin, modules
-from dsv4lib.emulator.driver.cuda_api import NO_TIME
+from dsv4lib.emulator.driver import binary, config, cubin, emulated_time, modules
+from dsv4lib.emulator.driver.cuda_api import timed
 from dsv4lib.emulator.driver.on_import import when_imported
 from dsv4lib.emulator.driver.patching import Patches, patches
 from dsv4lib.emulator.driver.symbols import MAX_DYNAMIC_SMEM, RUNTIME, run_kernel
@@ -65,14 +65,15 @@ def _drive(patch: Patches, module: ModuleType) -> None:
 
 
 def _measure(patch: Patches, module: ModuleType) -> None:
-    """Answer benchmarks with NaN after one call."""
+    """Answer benchmarks with the emulated time of one call."""
 
     def bench(function: Callable[[], Any], *args: Any, quantiles: Any = None, **options: Any) -> Any:
-        function()
+        emulated_time.say()
+        time = timed(function)
         several = quantiles is not None and len(quantiles) != 1
         if quantiles is None and options.get("return_mode") == "all":
-            return [NO_TIME]
-        return [NO_TIME] * len(quantiles) if several else NO_TIME
+            return [time]
+        return [time] * len(quantiles) if several else time
 
     for name in ("do_bench", "do_bench_cudagraph", "do_bench_cudagraph_proton"):
         if hasattr(module, name):
@@ -152,9 +153,8 @@ def _driver(patch: Patches) -> Any:
 
 
 def _once(call: Callable[[], Any], *, quantiles: Sequence[float] = (0.5,), **_options: Any) -> list[float]:
-    """What ``@triton.autotune`` compares: a configuration runs once, and none is faster than another."""
-    call()
-    return [0.0] * len(quantiles)
+    """What ``@triton.autotune`` compares: the emulated time of a configuration, which runs once."""
+    return [timed(call)] * len(quantiles)
 
 
 class KernelArgument:

@@ -19,7 +19,7 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access import addresses, check_all, finish, lane_of, pointer_of, space_of, spill
-from dsv4lib.emulator.native.access_log import READ, WRITE, log
+from dsv4lib.emulator.native.access_log import READ, WRITE, log, unchanged
 from dsv4lib.emulator.native.counters import count
 from dsv4lib.emulator.native.irtools import Emitter, Value
 from dsv4lib.emulator.native.memory import buffer, copy, copy_all_in, copy_all_out, row
@@ -72,6 +72,7 @@ def _scatter(e: Emitter, form: Form, base: int, staging: Value, rows: int) -> No
     _check_aligned(e)
     space, lanes = space_of(form.get("space")), addresses(e, base)
     slot, mask = spill(e, lanes), e.const((1 << rows) - 1, "i32", 0)
+    same = unchanged(e, space, slot, staging, _ROW, mask)
     checked = check_all(e, space, True, lanes, _ROW, mask)
     if checked is not None:
         copy_all_out(e, checked, staging, _ROW, mask)
@@ -82,7 +83,7 @@ def _scatter(e: Emitter, form: Form, base: int, staging: Value, rows: int) -> No
         e.raw("br label %stored")
         e.label("stored")
     count(e, space, slot, _ROW, mask)
-    log(e, space, slot, _ROW, mask, WRITE)
+    log(e, space, slot, _ROW, mask, WRITE, same)
     finish(e, space)
 
 

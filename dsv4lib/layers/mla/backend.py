@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4lib import backends
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.layers.mla.batch import ForwardBatch, ForwardMode, Route, route
 from dsv4lib.layers.mla.config import MLAConfig
@@ -41,8 +42,8 @@ PAGE_FILL = 1  # of its page table: any page that exists
 
 
 def timed(launch: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, str]:
-    """Launch; return the result and its time in words: none on a CPU and while a graph is captured."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    """Launch; return the result and its time in words: none on a CPU, emulated or while a graph is captured."""
+    if device.type != "cuda" or backends.emulated_arch() is not None or torch.cuda.is_current_stream_capturing():
         return launch(), ""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

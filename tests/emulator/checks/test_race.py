@@ -92,6 +92,24 @@ TWINS = {
         "st.shared",
         "st.shared",
     ),
+    "two writers of a matrix": Twin(
+        "and.b32 %r6, %r0, 31; shl.b32 %r6, %r6, 4; add.s32 %r6, %r6, %r2; mov.u32 %r5, %r0;"
+        "@%p1 stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {%r5};"
+        "## @!%p1 stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {%r5};",
+        "bar.sync 0;",
+        "race_shared",
+        "stmatrix",
+        "stmatrix",
+    ),
+    "two writers of one matrix": Twin(
+        "and.b32 %r6, %r0, 31; shl.b32 %r6, %r6, 4; add.s32 %r6, %r6, %r2; mov.u32 %r5, 7;"
+        "@%p1 stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {%r5};"
+        "## @!%p1 stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r6], {%r5};",
+        "bar.sync 0;",
+        "race_shared_same_value",
+        "stmatrix",
+        "stmatrix",
+    ),
     "wide accesses overlap": Twin(
         "shl.b32 %r6, %r0, 4; add.s32 %r6, %r6, %r2; st.shared.v4.b32 [%r6], {%r0, %r0, %r0, %r0}; ##"
         "xor.b32 %r7, %r0, 32; shl.b32 %r7, %r7, 4; add.s32 %r7, %r7, %r2; ld.shared.v2.b32 {%r10, %r11}, [%r7+8];",

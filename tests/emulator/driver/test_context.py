@@ -1,6 +1,8 @@
 """The context of a device: what torch and the DSL believe inside, and that nothing of it is left outside."""
 
+import math
 import os
+import warnings
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from cutlass.cute.runtime import from_dlpack  # noqa: E402
 from cutlass.cutlass_dsl import CuTeDSL  # noqa: E402
 
 from dsv4lib import emulator  # noqa: E402
-from dsv4lib.emulator.driver import cuda_api, device, dsl  # noqa: E402
+from dsv4lib.emulator.driver import cuda_api, device, dsl, emulated_time  # noqa: E402
 from dsv4lib.emulator.driver.symbols import RUNTIME  # noqa: E402
 from dsv4lib.emulator.errors import EmulatorError, LaunchError, MemoryFault  # noqa: E402
 from dsv4lib.errors import ArgumentError, BackendUnavailable  # noqa: E402
@@ -225,11 +227,17 @@ def test_torch_cuda_and_bindings(gpu):
     properties = torch.cuda.get_device_properties("cuda")
     assert (properties.multi_processor_count, properties.shared_memory_per_block_optin) == (4, 227 * 1024)
     with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
-        event = torch.cuda.Event(enable_timing=True)
+        event, later, never = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         event.record()
+        later.record()
         torch.cuda.synchronize()
         torch.ones(3, device="cuda").record_stream(torch.cuda.current_stream())
-    assert event.elapsed_time(event) != event.elapsed_time(event)  # NaN: no invented times
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        emulated_time._SAID.clear()
+        assert event.elapsed_time(later) == pytest.approx(emulated_time.EVENT_MS)
+        assert math.isnan(event.elapsed_time(never))
+    assert ["no GPU's" in str(one.message) for one in said] == [True]
     assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
     with torch.accelerator.device_index(0):
         torch.accelerator.synchronize()
@@ -255,7 +263,7 @@ def test_events_of_the_bindings(gpu, binding, prefix):
     assert int(first) != int(second)
     assert call("Record", first, 0) == call("Record", second, 0) == call("Synchronize", second) == []
     (time,) = call("ElapsedTime", first, second)
-    assert time != time  # NaN: no invented times
+    assert time == pytest.approx(emulated_time.EVENT_MS)
     assert call("Destroy", first) == call("Destroy", second) == []
     with pytest.raises(ArgumentError, match="an event that exists"):
         call("Record", first, 0)

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton", reason="Triton is not installed: ./dsv4 test --corpus installs and runs this")
 pytest.importorskip("cutlass.cute")
 
-from dsv4lib.emulator.driver import triton_driver  # noqa: E402
+from dsv4lib.emulator.driver import config, emulated_time, triton_driver  # noqa: E402
 from tests.emulator.driver import triton_kernels as kernels  # noqa: E402
 
 ARCHITECTURES = cases("sm_90a", "sm_100a", full=["sm_80"])
@@ -101,21 +101,29 @@ def test_a_cluster_and_a_cooperative_grid(gpu):
     assert len(gpu.launches) == 2
 
 
-def test_autotuning_runs_each_configuration_once_and_takes_the_first(gpu):
+def test_autotuning_runs_each_configuration_once_and_takes_the_one_of_least_work(gpu):
     x = torch.zeros(300, device="cuda")
     kernels.tuned[lambda meta: (triton.cdiv(300, meta["BLOCK"]),)](x, 300)
     assert torch.equal(x, torch.ones_like(x))
-    assert kernels.tuned.best_config.kwargs == {"BLOCK": 64}
-    assert [launch.request.grid[0] for launch in gpu.launches] == [5, 3, 5]
+    times = {64: [], 128: []}
+    for launch in gpu.launches:
+        sizes = {5: 64, 3: 128}
+        time = emulated_time.milliseconds(launch.result, 2, config.ctas_per_sm(launch.request, gpu.arch))
+        times[sizes[launch.request.grid[0]]].append(time)
+    assert sorted(map(len, times.values())) == [1, 2] and times[64][0] != times[128][0]
+    assert kernels.tuned.best_config.kwargs == {"BLOCK": min(times, key=lambda block: times[block][0])}
 
 
-def test_benchmarks_call_once_and_answer_nan(gpu):
+@pytest.mark.filterwarnings("ignore:times of the emulator")
+def test_benchmarks_call_once_and_answer_emulated_time(gpu):
     calls = []
     bench, graph = triton.testing.do_bench, triton.testing.do_bench_cudagraph
-    assert math.isnan(bench(lambda: calls.append(1))) and math.isnan(graph(lambda: calls.append(1), return_mode="min"))
+    nothing = bench(lambda: calls.append(1))
+    assert nothing == pytest.approx(emulated_time.EVENT_MS) == graph(lambda: calls.append(1), return_mode="min")
     several = bench(lambda: calls.append(1), quantiles=[0.5, 0.2, 0.8])
-    assert len(several) == 3 and all(map(math.isnan, several)) and len(calls) == 3
+    assert several == pytest.approx([nothing] * 3) and len(calls) == 3
     assert len(bench(lambda: calls.append(1), return_mode="all")) == 1
+    assert bench(scaled) > nothing + emulated_time.LAUNCH_MS
 
 
 def test_what_is_refused(gpu):
