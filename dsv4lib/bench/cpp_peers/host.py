@@ -1,8 +1,8 @@
 """C++ that stands in for the CUDA runtime where nvcc's host code runs in the emulator.
 
-It is compiled as plain C++ (nvcc's own headers for .cu files define some of these functions for the device) and linked in
-place of libcudart: launches and tensor maps go to the emulator (`library`), by the functions that `dsv4_connect` is given.
-What is not here is an undefined symbol when the library is loaded.
+It is compiled as plain C++ (nvcc's own headers for .cu files define some of these functions for the device) and linked
+in place of libcudart: launches and tensor maps go to the emulator (`library`), by the functions that `dsv4_connect` is
+given. What is not here is an undefined symbol when the library is loaded.
 """
 
 SOURCE = """
@@ -40,7 +40,7 @@ void dsv4_connect(Launch run_kernel, void* encode_tiled, void* encode_im2col, in
     launch = run_kernel, tiled = encode_tiled, im2col = encode_im2col, multiprocessors = sm_count, last = cudaSuccess;
 }
 
-// What nvcc's own code calls: each file registers its kernels when it is loaded, <<<>>> pushes and pops a configuration.
+// What nvcc's own code calls: a file registers its kernels when it is loaded, <<<>>> pushes and pops a configuration.
 void** __cudaRegisterFatBinary(void*) { static void* handle = nullptr; return &handle; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
