@@ -42,10 +42,11 @@ def row(case: Case) -> dict[str, Any]:
     Returns:
         a row of the table; under "problems" what is not as the case says, and under "texts" examples of its hazards.
     """
-    first, problems, texts = None, [], []
+    chosen, problems, texts = None, [], []
     errors: set[str] = set()
     lints: set[str] = set()
-    differ = []
+    bits: dict[str, str] = {}
+    wrong = []
     for schedule, seed in SCHEDULES:
         name = f"{schedule} {seed}" if schedule == "random" else schedule
         try:
@@ -53,18 +54,23 @@ def row(case: Case) -> dict[str, Any]:
         except EmulatorError as error:
             problems.append(f"{name}: {error}")
             continue
-        first = first or seen
+        chosen = seen if schedule == case.right else chosen
         errors |= set(seen.hazards)
         lints |= set(seen.lints)
         texts += [text for text in seen.texts if text not in texts]
-        problems += [f"{name}: {output} has relative error {seen.errors[output]:.3g}" for output in seen.wrong]
-        if seen.bits != first.bits:
-            differ.append(name)
-    problems += [f"{', '.join(differ)}: other bits"] if differ else []
+        bits[name] = seen.bits
+        if seen.wrong:
+            wrong.append(f"{name} ({', '.join(f'{output} {seen.errors[output]:.3g}' for output in seen.wrong)})")
+    differ = [name for name in bits if chosen is None or bits[name] != chosen.bits]
+    if case.unstable:
+        problems += [] if wrong else ["no schedule gives wrong numbers any more"]
+        problems += [f"{case.right} is not right"] if chosen is None or chosen.wrong else []
+    else:
+        problems += [f"{name}: wrong" for name in wrong] + ([f"{', '.join(differ)}: other bits"] if differ else [])
     problems += [f"{kind}: not expected" for kind in sorted((errors - case.errors) | (lints - case.lints))]
     problems += [f"{kind}: no longer reported" for kind in sorted((case.errors - errors) | (case.lints - lints))]
-    measured = {} if first is None else first.errors
-    counts = {} if first is None else first.instructions
+    measured = {} if chosen is None else chosen.errors
+    counts = {} if chosen is None else chosen.instructions
     return {
         "case": case.name,
         "package": case.checkout.name,
@@ -76,7 +82,11 @@ def row(case: Case) -> dict[str, Any]:
         "instructions": " ".join(f"{name}:{count}" for name, count in counts.items()),
         "errors": " ".join(sorted(errors)),
         "lints": " ".join(sorted(lints)),
-        "schedules": "stopped" if first is None else "other bits: " + ", ".join(differ) if differ else "same bits",
+        "schedules": "wrong: " + ", ".join(wrong)
+        if wrong
+        else "other bits: " + ", ".join(differ)
+        if differ
+        else "same bits",
         "problems": problems,
         "texts": texts,
     }

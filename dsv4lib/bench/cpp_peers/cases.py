@@ -54,8 +54,9 @@ class Case:
     Attributes:
         name: of the case. checkout: whose. arch: of the device. operands: in words.
         run: called on the active device; launches, and returns what to judge.
-        entries: that `run` calls. sm_count: of the device. ours: the counterpart of ours, "" if there is none.
+        entries: that `run` calls. sm_count: of the device.
         errors, lints: kinds of hazards that the kernels show under some schedule, argued in data/emulator/findings.md.
+        right: a schedule under which the numbers are right. unstable: others give wrong numbers.
     """
 
     name: str
@@ -65,9 +66,10 @@ class Case:
     run: Callable[[], list[Output]]
     entries: tuple[Entry, ...]
     sm_count: int = 2
-    ours: str = ""
     errors: frozenset[str] = frozenset()
     lints: frozenset[str] = frozenset()
+    right: str = "round_robin"
+    unstable: bool = False
 
 
 @dataclass

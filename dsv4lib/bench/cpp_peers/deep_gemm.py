@@ -178,7 +178,6 @@ CASES = [
         partial(paged_logits, next_n, (300, 520, 64)),
         (SCHEDULE, logits_entry(next_n)),
         sm_count=SMS,
-        ours="indexer_logits",
     )
     for next_n in (1, 2)
 ]
