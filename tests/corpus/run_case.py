@@ -44,6 +44,7 @@ def all_cases() -> list[Any]:
     import cases_flash_attn
     import cases_flash_attn_more
     import cases_flashinfer
+    import cases_flashinfer_mega
     import cases_quack
     import cases_quack_more
     import cases_simt
@@ -56,6 +57,7 @@ def all_cases() -> list[Any]:
         cases_flash_attn,
         cases_flash_attn_more,
         cases_flashinfer,
+        cases_flashinfer_mega,
         cases_cudnn,
         cases_cudnn_more,
         cases_triton,

@@ -3,7 +3,10 @@
 Both are asynchronous. A load's registers hold POISON until the load completes, at ``tcgen05.wait::ld`` at the latest; a
 store takes its registers at issue. CuTeDSL emits loads without any wait (fp16_gemm_0 and most of NVIDIA's examples) and
 leaves it to the assembler, whose scoreboard makes the first use of a register wait for its load. Such a load is
-recognised in the code (`has_wait`) and completes at issue, the earliest of the times that the hardware may choose.
+recognised in the code (`has_wait`) and completes at issue, the earliest of the times that the hardware may choose:
+after this warp's own earlier stores. The ISA orders those by ``tcgen05.wait::st`` alone, so the race detector reports
+its absence. But the assembler puts nothing between the two (LDTM follows STTM of the same address in the SASS of
+FlashInfer's NVFP4 mega kernel, which transposes its accumulators so), and a warp's accesses then come in order.
 
 A warp reaches lanes 32 * (warp % 4) to + 31. Kernels in use pass addresses that name another quarter and still get
 their own, so only the low five bits of the lane count; the rest is a lint.
@@ -284,12 +287,21 @@ def has_wait(warp: Warp, instr: Instr, items: tuple[Operand, ...]) -> bool:
     return False
 
 
+def _complete_stores(warp: Warp) -> None:
+    """Complete the stores that this warp has issued, in their order."""
+    units = warp.cta.machine.units
+    for op in units.pending(warp_unit(warp)):
+        if op.label.startswith("st"):
+            units.complete(op)
+
+
 def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
     """Queue a load, or do it at once if nothing in the code waits for it."""
     warp, plan = access.warp, access.plan
     if warp.cta.machine.race is not None:
         warp.cta.machine.race.executed(warp, plan.instr)
     if not plan.waits:
+        _complete_stores(warp)
         complete()
         return
     access.rows.write(np.uint32(POISON))

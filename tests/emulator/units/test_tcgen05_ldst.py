@@ -179,6 +179,51 @@ def test_loads_and_stores_wait_for_their_own_kind_and_warp():
     assert units.pending("ldst:0") == []
 
 
+def test_a_load_without_a_wait_follows_its_warps_stores():
+    """And no other's: a store of warp 1 stays pending. With a wait in the code the policy chooses."""
+    st, ld = text("st", "32x32b", 1), "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r1];"
+    for wait in ("", "\ntcgen05.wait::ld.sync.aligned;"):
+        bench, tmem = start(f"{st}\n{st.replace('%r10', '%r11')}\n{ld}{wait}")
+        for warp in (0, 1):
+            bench.set(warp, r1=32 * warp << 16, r10=5 + warp, r11=7 + warp)
+        bench.serve(0, 1)
+        for index in range(3):
+            bench.serve(index, 0)
+        assert len(bench.machine.units.pending("ldst:1")) == 1
+        assert len(bench.machine.units.pending("ldst:0")) == (3 if wait else 0)
+        assert (bench.reg("%r20") == (POISON if wait else 7)).all()
+        assert (tmem.data[:32, 0] == 7).all() == (not wait)
+
+
+def test_four_shapes_transpose_a_tile_without_a_wait():
+    """16 lanes of 32 columns become 32 lanes of 16: only the fragments of the ISA and their order give that.
+
+    Each round permutes registers between a load of one shape and a store of another. Between them stands no wait, as in
+    FlashInfer's NVFP4 mega kernel.
+    """
+    even = [r % 8 // 2 * 2 + r % 2 * 8 + r // 8 for r in range(16)]
+    pairs = [r - r % 8 + r % 2 + r % 4 // 2 * 4 + r % 8 // 4 * 2 for r in range(16)]
+
+    def ld(shape, num, first, count, low=0):
+        registers = ", ".join(f"%r{first + i}" for i in range(count))
+        return f"tcgen05.ld.sync.aligned.{shape}.x{num}.b32 {{{registers}}}, [%r{2 if low else 1}];"
+
+    def st(shape, num, order):
+        registers = ", ".join(f"%r{10 + i}" for i in order)
+        return f"tcgen05.st.sync.aligned.{shape}.x{num}.b32 [%r1], {{{registers}}};"
+
+    code = [ld("16x64b", 16, 10, 16), st("16x128b", 8, even), ld("16x64b", 16, 10, 16), st("32x32b", 16, range(16))]
+    code += [ld("16x256b", 2, 10, 8), ld("16x256b", 2, 18, 8, 16), st("32x32b", 16, pairs)]
+    code += [ld("16x128b", 4, 10, 8), ld("16x128b", 4, 18, 8, 16)]
+    bench, tmem = start("\n".join(code))
+    before = tmem.data[32:48, 64:96].copy()
+    bench.set(1, r1=32 << 16 | 64, r2=48 << 16 | 64)
+    for index in range(len(code)):
+        bench.serve(index, 1)
+    after = np.stack([bench.reg(f"%r{10 + i}", 1) for i in even], 1)
+    np.testing.assert_array_equal(after, before.T)
+
+
 def test_lane_quarter_comes_from_the_warp():
     bench, tmem = start(text("ld", "32x32b", 1))
     bench.set(2, r1=0)
