@@ -20,6 +20,7 @@ _FILE = re.compile(r'^[ \t]*\.file[ \t]+(\d+)[ \t]+"([^"\n]*)"[^\n]*', re.M)
 _LOC = re.compile(r"^[ \t]*\.loc\b([^\n]*)", re.M)
 _POSITION = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)")
 _INLINED = re.compile(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)")
+_INLINE = re.compile(r"^[ \t]*// begin inline asm\b.*?^[ \t]*// end inline asm\b", re.M | re.S)
 _ITEM = re.compile(r"(?:\{[^{}]*\}|\[[^\[\]{}]*(?:\{[^{}]*\}[^\[\]{}]*)*\]|\([^()]*\)|[^,{}\[\]()])+")
 
 
@@ -70,7 +71,10 @@ def read(ptx: str) -> Source:
     text = _FILE.sub(lambda m: _NOT_NEWLINE.sub(" ", m.group()), text)
     known: dict[tuple[str, ...], Location] = {}
     read_before: dict[str, _Loc] = {}
+    inline = [offset for match in _INLINE.finditer(ptx) for offset in match.span()]
     for match in _LOC.finditer(text):
+        if bisect.bisect_right(inline, match.start()) & 1:
+            continue  # it counts the lines of the inline assembly on from the statement's own
         loc = read_before.get(match[1])
         if loc is None:
             loc = read_before[match[1]] = _read_loc(source, match, files)

@@ -95,10 +95,12 @@ __global__ void a_barrier_before_it_is_there(int *x, int *out) {
 // kind: Deadlock; schedules round_robin
 __global__ void more_arrivals_expected_than_come(int *x, int *out) {
   __shared__ __mbarrier_t ready;
-  if (T == 0) __mbarrier_init(&ready, FAULT(65) FIX(64));
+  if (T == 0) __mbarrier_init(&ready, FAULT(3) FIX(2));
   __syncthreads();
-  auto token = __mbarrier_arrive(&ready);
-  while (!__mbarrier_test_wait(&ready, token)) {}  //!
+  if (LANE == 0) {
+    auto token = __mbarrier_arrive(&ready);
+    while (!__mbarrier_test_wait(&ready, token)) {}  //!
+  }
 }
 
 // --- mbarriers by inline PTX
