@@ -363,5 +363,5 @@ def a_warp_barrier_outside_the_mask(x: cute.Tensor, out: cute.Tensor, fixed: Con
 @cute.kernel
 def a_flag_that_no_thread_raises(x: cute.Tensor, out: cute.Tensor, fixed: Constexpr):
     flag, awaited = Int32(2), 0 if const_expr(fixed) else 1
-    while flag != awaited:
-        flag = look(x.iterator + FLAG, "acquire", "gpu")  #!
+    while flag != awaited:  #!
+        flag = look(x.iterator + FLAG, "acquire", "gpu")

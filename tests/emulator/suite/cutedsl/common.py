@@ -42,7 +42,7 @@ class Fault:
         kind: what is reported, or the error that stops the launch; with ``|`` other names under other schedules.
         kernel: compiled with ``fixed`` False and True. after: launched after it, programmatically. other: runs on the
             second of two devices. tma: "load" or "store": the kernel also takes an atom and a tensor, boxes of 8 x 8.
-        columns: of the tensor that it describes, in rows of 16 words.
+        columns: of the tensor that it describes, in rows of 16 words. at_end: what is reported is the kernel's end.
     """
 
     kind: str
@@ -57,19 +57,36 @@ class Fault:
     columns: int = 16
     after: Any = None
     other: Any = None
+    at_end: bool = False
     schedules: tuple[str, ...] = ("round_robin", "adversarial")
     names: tuple[str, ...] = field(default=())
+
+    @property
+    def file(self) -> str:
+        """Name of the file that a report must name."""
+        return Path(__file__).name if self.at_end else self.path.name
 
     @functools.cached_property
     def marked(self) -> frozenset[int]:
         """Lines of the file that a report must name."""
+        if self.at_end:  # the DSL gives it the line of the host function
+            lines = Path(__file__).read_text().splitlines()
+            return frozenset(i for i, line in enumerate(lines, 1) if line.endswith("the end of a kernel has this line"))
+        return frozenset(number for number, line in self._numbered() if "#!" in line)
+
+    def source(self) -> str:
+        """Return the text of its kernels."""
+        return "\n".join(line for _, line in self._numbered())
+
+    def _numbered(self) -> list[tuple[int, str]]:
+        """List the lines of its kernels with their numbers."""
         lines = self.path.read_text().splitlines()
-        found: set[int] = set()
+        found: list[tuple[int, str]] = []
         for name in self.names:
             start = next(i for i, line in enumerate(lines) if line.startswith(f"def {name}("))
             end = next((i for i in range(start + 1, len(lines)) if re.match(r"[^\s)]", lines[i])), len(lines))
-            found |= {i + 1 for i in range(start, end) if "#!" in lines[i]}
-        return frozenset(found)
+            found += [(i + 1, lines[i]) for i in range(start, end)]
+        return found
 
 
 def fault(kind: str, **options: Any) -> Callable[[Any], Any]:
@@ -101,7 +118,7 @@ def _host(case: Fault, fixed: bool, number: int) -> Any:
     kernel, after, shape = (case.kernel, case.other)[number], case.after, _grid(case)
     columns = case.columns
 
-    @cute.jit
+    @cute.jit  # the end of a kernel has this line
     def plain(x: cute.Pointer, out: cute.Pointer):
         mX, mOut = cute.make_tensor(x, cute.make_layout(WORDS)), cute.make_tensor(out, cute.make_layout(WORDS))
         kernel(mX, mOut, fixed).launch(**shape)
@@ -182,13 +199,13 @@ def barriers(count: int) -> cute.Pointer:
     return cutlass.memory.SmemAllocator().allocate_array(Int64, count)
 
 
-# The DSL's own stores and atomics have no line: they get that of the launch, loads that of the loop around them.
+# The DSL's own atomics and ordered stores have the line of the host function, ordered loads that of the loop around.
 
 
 @dsl_user_op
 def raise_flag(place: Any, sem: str, scope: str, *, loc: Any = None, ip: Any = None) -> None:
-    """Store 1."""
-    cute.arch.store(place, Int32(1), sem=sem, scope=scope, loc=loc, ip=ip)
+    """Exchange a word for 1."""
+    cute.arch.atomic_exch(place, Int32(1), sem=sem, scope=scope, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -4,7 +4,18 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tests.emulator.suite.cutedsl.common import FLAG, WORDS, barriers, count, fault, fetch, look, raise_flag, send, shared
+from tests.emulator.suite.cutedsl.common import (
+    FLAG,
+    WORDS,
+    barriers,
+    count,
+    fault,
+    fetch,
+    look,
+    raise_flag,
+    send,
+    shared,
+)
 
 
 @fault("race_global", grid=2)
@@ -207,7 +218,9 @@ def a_vector_that_is_not_aligned(x: cute.Tensor, out: cute.Tensor, fixed: Conste
     """The pointer is declared to be aligned to 16 bytes, and is not."""
     t = cute.arch.thread_idx()[0]
     start = x.iterator + (4 if const_expr(fixed) else 2)
-    row = cute.make_tensor(cute.make_ptr(Int32, start.toint(), cute.AddressSpace.gmem, assumed_align=16), cute.make_layout(4))
+    row = cute.make_tensor(
+        cute.make_ptr(Int32, start.toint(), cute.AddressSpace.gmem, assumed_align=16), cute.make_layout(4)
+    )
     mine = cute.make_rmem_tensor(4, Int32)
     cute.autovec_copy(row, mine)  #!
     out[t] = mine[0] + mine[3]
@@ -259,8 +272,8 @@ def take_after_the_flag(x: cute.Tensor, out: cute.Tensor, fixed: Constexpr):
     t = cute.arch.thread_idx()[0]
     if t == 0:
         flag = Int32(0)
-        while flag == 0:
-            flag = look(x.iterator + FLAG, "acquire", "sys")  #!
+        while flag == 0:  #!
+            flag = look(x.iterator + FLAG, "acquire", "sys")
         out[1] = out[0]  #!
 
 
@@ -297,7 +310,9 @@ def rows_that_do_not_end_at_16_bytes(
     cute.arch.fence_view_async_shared()
     cute.arch.barrier()
     tiles = cute.local_tile(tensor, (8, 8), (0 if const_expr(fixed) else 1, 0))
-    sB, gB = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2))
+    sB, gB = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
     if t < 32:
         cute.copy(atom, sB, gB)  #!
         cute.arch.cp_async_bulk_commit_group()

@@ -225,7 +225,9 @@ def a_tensor_copy_that_is_not_waited_for(
         cute.arch.mbarrier_init(full, 1)
     cute.arch.barrier()
     tiles = cute.local_tile(tensor, (8, 8), (0, 0))
-    sB, gB = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2))
+    sB, gB = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
     if t < 32:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, 256)
@@ -318,7 +320,9 @@ def a_consumer_that_does_not_wait_for_tma(
         num_stages=1, producer_group=one, consumer_group=one, tx_count=256, barrier_storage=ring
     ).make_participants()
     tiles = cute.local_tile(tensor, (8, 8), (0, 0))
-    sB, gB = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2))
+    sB, gB = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
     if t < 32:
         stage = producer.acquire_and_advance()
         cute.copy(atom, gB, sB, tma_bar_ptr=stage.barrier)  #!
@@ -423,7 +427,9 @@ def no_proxy_fence_before_a_tensor_store(
         cute.arch.fence_acq_rel_cta()
     cute.arch.barrier()
     tiles = cute.local_tile(tensor, (8, 8), (0, 0))
-    sB, gB = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2))
+    sB, gB = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
     if t < 32:
         cute.copy(atom, sB, gB)  #!
         cute.arch.cp_async_bulk_commit_group()
