@@ -14,6 +14,7 @@ from dsv4lib.emulator.checks.kinds import GROUPS, KINDS
 
 PAGE = Path(__file__).parents[3] / "data" / "emulator" / "checks.md"
 SUITE = PAGE.with_name("hazard_suite.csv")
+LANGUAGES = ("PTX", "CUDA C++", "CuTeDSL")
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ SILENT = (
 
 
 def _suite() -> list[str]:
-    """Count the kernels of the suite (tests/emulator/suite) by kind."""
+    """Count the kernels of the suite (tests/emulator/suite) by kind and language."""
     with SUITE.open() as file:
         rows = list(csv.DictReader(file))
     facts = ("caught", "line right", "twin silent")
@@ -340,14 +341,16 @@ def _suite() -> list[str]:
         "",
         f"{len(rows)} small faulty kernels, each with a twin that differs by the repair alone, under the schedules and",
         "with the checks of `sanitize` ([every kernel](hazard_suite.csv), `python -m tests.emulator.suite.table`).",
+        "A line is right if every report of that kind names a marked line of the source, in the source's own file.",
         "",
-        f"| kind | kernels | {' | '.join(facts)} |",
-        "| --- | --- | --- | --- | --- |",
+        f"| kind | {' | '.join(LANGUAGES)} | {' | '.join(facts)} |",
+        "| --- |" + " --- |" * (len(LANGUAGES) + len(facts)),
     ]
     for kind in sorted({row["kind"] for row in rows}):
         mine = [row for row in rows if row["kind"] == kind]
-        counts = [sum(row[fact] == "yes" for row in mine) for fact in facts]
-        lines.append(f"| {kind} | {len(mine)} | {' | '.join(map(str, counts))} |")
+        counts = [sum(row["language"] == language for row in mine) for language in LANGUAGES]
+        counts += [sum(row[fact] == "yes" for row in mine) for fact in facts]
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
     return lines
 
 

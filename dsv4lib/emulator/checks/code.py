@@ -77,7 +77,7 @@ def _analyse(program: Program, pedantic: bool, code: bool) -> CodeFindings:
     if not code:
         return out
     first: dict[int, pending.EarlyUse] = {}
-    for use in pending.early_uses(kernel):
+    for use in pending.early_uses(kernel, through_packs=True):
         first.setdefault(use.load, use)
     for use in first.values():
         text = f"{name(use.register)} is used while the tcgen05.ld that fills it may be pending"
@@ -112,17 +112,36 @@ class Flow:
         """Find the first instruction that matters and depends on what instruction ``index`` reads; -1: none."""
         if self._matters(index, register):
             return index
-        seen, work = set(), list(self._defs[index])
+        seen, work = set(), [(one, self._part(index, register, one)) for one in self._defs[index]]
         while work:
-            one = work.pop()
-            if one in seen:
+            one, part = work.pop()
+            if (one, part) in seen:
                 continue
-            seen.add(one)
+            seen.add((one, part))
             for reader in self._readers.get(one, ()):
-                if self._matters(reader, one):
+                if part is not None and (items := self._unpacked(reader, part[1])):
+                    item = items[part[0]]
+                    work += [(item.index, None)] if isinstance(item, Reg) else []
+                elif self._matters(reader, one):
                     return reader
-                work += self._defs[reader]
+                else:
+                    work += [(made, self._part(reader, one, made)) for made in self._defs[reader]]
         return -1
+
+    def _part(self, index: int, register: int, whole: int) -> tuple[int, int] | None:
+        """Tell which of how many parts of ``whole`` a register becomes; None if that is no packing of it."""
+        instr = self._program.instruction(index)
+        parts = pending.packed(instr)
+        if parts is None or instr.operands[0].index != whole:
+            return None
+        at = [i for i, item in enumerate(parts.items) if isinstance(item, Reg) and item.index == register]
+        return (at[0], len(parts.items)) if len(at) == 1 else None
+
+    def _unpacked(self, index: int, count: int) -> tuple | None:
+        """Return what an instruction unpacks a register of ``count`` parts to, or None."""
+        instr = self._program.instruction(index)
+        first = instr.operands[0] if instr.opcode.startswith("mov.b") else None
+        return tuple(first.items) if isinstance(first, Vector) and len(first.items) == count else None
 
     def sinks(self, index: int) -> tuple[set[int], set[int]]:
         """Find what depends on the value that an instruction makes: instructions that matter, and those between."""

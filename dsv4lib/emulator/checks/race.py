@@ -433,7 +433,7 @@ class Detector(Order):
                 state.flags.access(warp.cta.cluster, warp, reads, self.far, acquire=True)
             if apart or known == LEFT or self._known(state, warp, n, True) == LEFT:
                 self._plain(state, warp, some)
-            if ordering and len(hidden := hidden_reads(code[part])):
+            if len(hidden := hidden_reads(code[part])):
                 self._plain(state, warp, some[hidden])
             if ordering:
                 writes = some[orders & (code[part] & WRITE != 0)]

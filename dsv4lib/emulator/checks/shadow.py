@@ -294,7 +294,7 @@ class Shadow:
 
     Attributes:
         writer: last write of every cell; readers: by agent, its last read of every cell.
-        latest: by agent, the epoch of its latest read; number: by agent, no number of a read of its is above.
+        latest: by agent, the latest epoch of its reads; number: by agent, no number of a read of its is above.
         block: the same for native code (`race_log.Memory`); address: of that.
     """
 
@@ -335,7 +335,9 @@ class Shadow:
         self.prepare(entry, False)
         conflict = self._first(cells.get(self.writer), actor, mask, "read after write")
         cells.put(self.readers[entry], ids)
-        self.latest[entry], self.number[entry] = actor.epoch, self.accesses.count
+        # Operations of one agent may read out of order: a later group may complete first.
+        self.latest[entry] = max(self.latest[entry], actor.epoch)
+        self.number[entry] = self.accesses.count
         self._low[entry] = self._from[entry] = 0
         self._high[entry] = self._to[entry] = self.writer.size
         return conflict

@@ -22,7 +22,8 @@ from llvmlite import ir
 from dsv4lib.emulator.native import abi, library
 from dsv4lib.emulator.native.access_log import BYTES, COUNTS, GENERIC, GLOBAL, LOG, STRONG, WRITE
 
-DONE, LEFT, ORDERING = 0, 1, 2  # what `judge` returns: noted; for Python; a strong access first, nothing done
+# What `judge` returns: noted; for Python; nothing done, strong accesses first or a read that a strong write hides.
+DONE, LEFT, ORDERING = 0, 1, 2
 KEYS = 64  # entries of Launch.STAMPS an instruction: by memory and bytes
 _MANY = 8  # cells that `sweep` looks at together
 ALL_BYTES = 15  # of a word
@@ -175,6 +176,7 @@ class _Judge(Code):
         self.base = self.load(self.group, Group.BASE)
         self.region = self.variable()  # of the latest global access
         self.first_word, self.bits, self.lanes = self.variable(), self.variable(), self.variable()
+        self.hides = self.variable()  # a strong write of shared memory has been seen in phase 0
         self.phase = self.variable()
         with self.loop(lambda: self.test("<", self.get(self.phase), 3)):
             self.store(self.b.add(self.load(self.launch, Launch.PASS), _I64(1)), self.launch, Launch.PASS)
@@ -195,6 +197,7 @@ class _Judge(Code):
         orders = self.test("==", self.b.and_(self.code, _I64(STRONG | COUNTS)), STRONG)
         self.give_up(self.b.and_(orders, self.test("==", ordered, 0)), ORDERING)
         self.writes, self.strong = self.bit(self.code, WRITE), self.bit(self.code, STRONG)
+        self._look_for_hidden(self.b.and_(self.looking(), self.test("==", ordered, 0)))
         now = self.b.select(self.writes, _I64(2), _I64(1))
         self.nbytes = self.b.and_(self.code, _I64(BYTES))
         with self.when(self.b.or_(self.looking(), self.test("==", now, self.get(self.phase)))):
@@ -203,6 +206,15 @@ class _Judge(Code):
                 with self.when(self._active(self.get(lane))):
                     self._lane(lane)
                 self.add(lane)
+
+    def _look_for_hidden(self, condition: Any) -> None:
+        """Leave to Python a log with a weak read of shared memory after a strong write (flags.hidden_reads)."""
+        near = self.b.and_(condition, self.b.not_(self.bit(self.code, GLOBAL)))
+        weak = self.b.not_(self.b.or_(self.writes, self.strong))
+        hidden = self.b.and_(weak, self.test("!=", self.get(self.hides), 0))
+        self.give_up(self.b.and_(near, hidden), ORDERING)
+        with self.when(self.b.and_(near, self.b.and_(self.writes, self.strong))):
+            self.b.store(_I64(1), self.hides)
 
     def _active(self, lane: Any) -> Any:
         return self.b.trunc(self.b.lshr(self.mask, lane), ir.IntType(1))
@@ -463,7 +475,9 @@ class _Sweep(Code):
             with read:
                 self._put(self.load(cells, me), number)
                 self._extend(me)
-                self.store(epoch, self.load(self.memory, Memory.LATEST), me, _I32)
+                latest = self.load(self.memory, Memory.LATEST)
+                with self.when(self.test(">", epoch, self.load(latest, me, _I32))):  # operations may read out of order
+                    self.store(epoch, latest, me, _I32)
                 self.store(self.b.add(number, _I64(1)), self.load(self.memory, Memory.NUMBER), me)
         self.b.ret(_I64(DONE))
 

@@ -20,6 +20,7 @@ _FILE = re.compile(r'^[ \t]*\.file[ \t]+(\d+)[ \t]+"([^"\n]*)"[^\n]*', re.M)
 _LOC = re.compile(r"^[ \t]*\.loc\b([^\n]*)", re.M)
 _POSITION = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)")
 _INLINED = re.compile(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)")
+_INLINE = re.compile(r"^[ \t]*// begin inline asm\b.*?^[ \t]*// end inline asm\b", re.M | re.S)
 _ITEM = re.compile(r"(?:\{[^{}]*\}|\[[^\[\]{}]*(?:\{[^{}]*\}[^\[\]{}]*)*\]|\([^()]*\)|[^,{}\[\]()])+")
 
 
@@ -69,20 +70,44 @@ def read(ptx: str) -> Source:
     files = {match[1]: match[2] for match in _FILE.finditer(text)}
     text = _FILE.sub(lambda m: _NOT_NEWLINE.sub(" ", m.group()), text)
     known: dict[tuple[str, ...], Location] = {}
-    cached: dict[str, Location] = {}
+    read_before: dict[str, _Loc] = {}
+    inline = [offset for match in _INLINE.finditer(ptx) for offset in match.span()]
     for match in _LOC.finditer(text):
-        location = cached.get(match[1])
-        if location is None:
-            location = cached[match[1]] = _location(source, match, files, known)
-        source.locations.append((match.start(), location))
+        if bisect.bisect_right(inline, match.start()) & 1:
+            continue  # it counts the lines of the inline assembly on from the statement's own
+        loc = read_before.get(match[1])
+        if loc is None:
+            loc = read_before[match[1]] = _read_loc(source, match, files)
+        source.locations.append((match.start(), loc.location(known)))
     source.text = _LOC.sub(lambda m: " " * len(m.group()), text)
     return source
 
 
-def _location(
-    source: Source, match: re.Match[str], files: dict[str, str], known: dict[tuple[str, ...], Location]
-) -> Location:
-    """One `.loc`. ``known`` maps positions to earlier ones, which is how chains of inlined calls are linked."""
+@dataclass
+class _Loc:
+    """The text of a `.loc`: its position, that of its caller, and the locations that it has stood for."""
+
+    position: tuple[str, ...]
+    file: str
+    line: int
+    caller: tuple[str, ...] | None = None
+    without_chain: Location | None = None  # of the caller, if no earlier `.loc` is at its position
+    made: dict[int, Location] = field(default_factory=dict)
+
+    def location(self, known: dict[tuple[str, ...], Location]) -> Location:
+        """Link it to its chain of callers. ``known`` maps positions to the latest location there.
+
+        The same text has another chain where a function in between, such as one of a header, was inlined elsewhere.
+        """
+        caller = None if self.caller is None else known.get(self.caller) or self.without_chain
+        location = self.made.get(id(caller))
+        if location is None:  # which keeps `caller` alive, so that no other takes its id
+            location = self.made[id(caller)] = Location(self.file, self.line, caller)
+        known[self.position] = location
+        return location
+
+
+def _read_loc(source: Source, match: re.Match[str], files: dict[str, str]) -> _Loc:
     position = _POSITION.match(match[1])
     if position is None:
         raise source.error("a .loc without file, line and column", match.start(), match.group())
@@ -90,12 +115,10 @@ def _location(
     for number in (position[1], *(inlined.groups()[:1] if inlined else ())):
         if number not in files:
             raise source.error(f".loc names file {number}, which no .file declares", match.start(), match.group())
-    caller = None
+    loc = _Loc(position.groups(), files[position[1]], int(position[2]))
     if inlined is not None:
-        caller = known.get(inlined.groups()) or Location(files[inlined[1]], int(inlined[2]))
-    location = Location(files[position[1]], int(position[2]), caller)
-    known[position.groups()] = location
-    return location
+        loc.caller, loc.without_chain = inlined.groups(), Location(files[inlined[1]], int(inlined[2]))
+    return loc
 
 
 def split(text: str) -> list[str] | None:

@@ -109,8 +109,17 @@ def eager_loads(kernel: Kernel) -> frozenset[int]:
     return frozenset(use.load for use in early_uses(kernel))
 
 
-def early_uses(kernel: Kernel) -> list[EarlyUse]:
-    """Find every use of a register that may still be pending, by instruction."""
+def packed(instr: Instr) -> Vector | None:
+    """Return the parts of a ``mov`` that packs several registers to one, else None."""
+    parts = instr.operands[1] if instr.opcode.startswith("mov.b") and len(instr.operands) == 2 else None
+    return parts if isinstance(parts, Vector) and isinstance(instr.operands[0], Reg) else None
+
+
+def early_uses(kernel: Kernel, through_packs: bool = False) -> list[EarlyUse]:
+    """Find every use of a register that may still be pending, by instruction.
+
+    ``through_packs``: a `packed` register is pending as its parts are, and packing them is no use.
+    """
     loads = [instr.index for instr in kernel.instructions if instr.opcode.startswith(LOAD)]
     if not loads:
         return []
@@ -119,12 +128,17 @@ def early_uses(kernel: Kernel) -> list[EarlyUse]:
     for index in loads:
         for register in registers_of(kernel.instructions[index].operands[0]):
             writers[register] = writers.get(register, 0) | bit[index]
+    packs = {i.index: parts for i in kernel.instructions if (parts := packed(i))} if through_packs else {}
+    for index, parts in packs.items():
+        for register in registers_of(parts):
+            whole = kernel.instructions[index].operands[0].index
+            writers[whole] = writers.get(whole, 0) | writers.get(register, 0)
     graph = blocks(kernel)
     entry = _solve(kernel, graph, bit)
     found = []
     for (start, end, _), state in zip(graph, entry, strict=True):
         for instr in kernel.instructions[start:end]:
-            if state:
+            if state and instr.index not in packs:
                 for register in dict.fromkeys(_touched(instr)):
                     early = state & writers.get(register, 0)
                     found += [EarlyUse(load, instr.index, register) for load in loads if early & bit[load]]

@@ -239,6 +239,40 @@ def test_variables():
     assert inner == {"depot": ("local", 48, 16), "h": ("shared", 6, 2)}
 
 
+def test_a_header_inlined_twice_has_the_line_of_each_call():
+    """Compilers write one text for an instruction of a header's header, whatever calls it."""
+    chain = """.loc 1 {0} 3
+.loc 2 66 5, function_name $a, inlined_at 1 {0} 3
+.loc 3 139 5, function_name $b, inlined_at 2 66 5
+add.s32 %r1, %r1, 1;
+"""
+    body = chain.format(10) + chain.format(20) + chain.format(10)
+    text = f"{HEAD}.entry k() {{ .reg .b32 %r<4>;\n{body}ret;\n}}\n"
+    text += '.file 1 "/a/main.cu"\n.file 2 "/b/outer.h"\n.file 3 "/b/inner.h"\n'
+    places = [i.location for i in parse(text).kernels["k"].instructions[:3]]
+    assert [place.line for place in places] == [139] * 3
+    assert [place.outermost() for place in places] == [Location("/a/main.cu", n) for n in (10, 20, 10)]
+
+
+def test_inline_assembly_has_the_line_of_its_statement():
+    """Compilers count its lines on: the wait would be at line 113 of a file that ends at 110."""
+    body = """.loc 1 110 4
+// begin inline asm
+{
+.reg .pred P1;
+.loc 1 112 4
+LAB_WAIT:
+.loc 1 113 4
+mbarrier.try_wait.parity.shared.b64 P1, [%r1], 0;
+}
+// end inline asm
+.loc 1 105 2
+ret;
+"""
+    text = f'{HEAD}.entry k() {{ .reg .b32 %r<4>;\n{body}}}\n.file 1 "/a/main.py"\n'
+    assert [i.location.line for i in parse(text).kernels["k"].instructions] == [110, 105]
+
+
 def test_line_info():
     body = """.loc 1 10 4
 add.s32 %r1, %r1, 1;

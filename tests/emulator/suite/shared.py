@@ -66,6 +66,12 @@ CASES = {
         "ld.shared.b32 %r20, [%r1]; //!\n" + USE + "END:\n",
         threads=128, schedules=tuple(POLICIES),
     ),
+    "a load after an atomic of floats of its own and of other warps": Case(
+        "race_shared",
+        "@%p2 st.shared.b32 [%r2], 0;\nbar.sync 0;\nmov.b32 %f1, 0f3F800000;\n"
+        "atom.shared.add.f32 %f2, [%r2], %f1; //!\n<<||bar.sync 0;\n>>ld.shared.b32 %r20, [%r2]; //!\n" + USE,
+        threads=128, schedules=tuple(POLICIES),
+    ),
     "ldmatrix of what another warp stores": Case(
         "race_shared",
         MATRIX + "st.shared.v4.b32 [%r16], {%r0, %r0, %r0, %r0}; //!\n<<||bar.sync 0;\n>>"
@@ -126,6 +132,7 @@ CASES = {
         "st.shared.b32 [%r1], %r0;\n" + FENCE + "bar.sync 0;\n" + AFTER + STORE + " [%rd4], [%r2], 128;\n"
         "cp.async.bulk.commit_group;\n" + STORE + " [%rd4+128], [%r2+128], 128; //!\ncp.async.bulk.commit_group;\n"
         "cp.async.bulk.wait_group.read <<1||0>>;\nst.shared.b32 [%r2+128], 5; //!\ncp.async.bulk.wait_group 0;\nEND:\n",
+        schedules=tuple(POLICIES),
     ),
     "cp.async that is not waited for": Case(
         "missing_cp_async_wait",

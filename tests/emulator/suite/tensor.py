@@ -130,6 +130,11 @@ CASES = {
         "tcgen05_ld_used_early",
         ALLOC + PUT + LD + " //!\n<<||" + WLD + ">>st.global.b32 [%rd5], %r30; //!\n" + FREE,
     ),
+    "no wait::ld before a word that was packed is used": Case(
+        "tcgen05_ld_used_early",
+        ALLOC + PUT + LD + " //!\nmov.b64 %rd6, {%r40, %r30};\n<<||" + WLD
+        + ">>mov.b64 {_, %r31}, %rd6; //!\n<<" + WLD + "||>>st.global.b32 [%rd5], %r31;\n" + FREE,
+    ),
     "no wait::ld on one of two paths": Case(
         "tcgen05_ld_used_early",
         ALLOC + PUT + LD + " //!\n<<setp.ne.u32 %p6, %r10, 0;\n@%p6 bra ON;\n||>>" + WLD
@@ -209,6 +214,10 @@ CASES = {
     "a predicate that nothing sets": Case(
         "uninitialised_register",
         "<<||setp.ne.u32 %p8, %r10, 0;\n>>@%p8 bra END; //!\nst.global.b32 [%rd5], %r0;\nEND:\n",
+    ),
+    "the half that nothing sets of a word that was packed": Case(
+        "uninitialised_register",
+        "mov.b64 %rd6, {%r50, %r0}; //!\nmov.b64 {<<%r51, _||_, %r51>>}, %rd6;\nst.global.b32 [%rd5], %r51;\n",
     ),
     "an address that nothing sets": Case(
         "uninitialised_register|MemoryFault",

@@ -1,74 +1,67 @@
-"""The suite's kernels in CUDA C++ (faults.cu), compiled by NVRTC if it is installed, with lines of the source."""
+"""Every faulty kernel in CUDA C++ (cpp/*.cu) is caught under its name at its line; its repaired twin is silent."""
 
 from __future__ import annotations
 
-import functools
-import re
-from pathlib import Path
-
-import numpy as np
 import pytest
 
 from dsv4lib import nvrtc
-from dsv4lib.emulator import gpu
-from dsv4lib.emulator.errors import Deadlock
+from dsv4lib.emulator.checks import KINDS, Hazard
+from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.machine.policies import POLICIES
 from dsv4lib.errors import BackendUnavailable
-from tests.cases import cases
+from tests.emulator.suite import cuda
+from tests.emulator.suite.harness import Outcome, caught
 
-SOURCE = Path(__file__).with_name("faults.cu")
-KERNELS = {name: kind for kind, name in re.findall(r"// kind: (\w+)\n__global__ void (\w+)", SOURCE.read_text())}
-ARCHES = cases("sm_90a", full=["sm_100a"])
+CASES = cuda.cases()
+RUNS = [
+    pytest.param(name, arch, marks=[pytest.mark.full] if i else [])
+    for name, case in CASES.items()
+    for i, arch in enumerate(case.arches)
+]
 
 
-@functools.cache
-def compiled(arch, repaired):
+@pytest.fixture(autouse=True, scope="module")
+def compiler():
     try:
-        return nvrtc.compile_file(SOURCE, arch, ["-DREPAIRED"] if repaired else [])
+        nvrtc.library()
     except BackendUnavailable as error:
-        return str(error)
+        pytest.skip(str(error))
 
 
-def run(name, arch, repaired, schedule="round_robin"):
-    text = compiled(arch, repaired)
-    if ".version" not in text:
-        pytest.skip(text)
-    module = gpu.load(text, checks="sanitize", schedule=schedule)
-    data, out = np.arange(256, dtype=np.int32), np.zeros(256, np.int32)
-    data[100] = 0
-    kernel = module.kernel(name)
-    return kernel.launch(1, 64, [data, out]).hazards
-
-
-def marked(name):
-    """Lines of the kernel that a report must name."""
-    text = SOURCE.read_text()
-    start = text.index(f"void {name}(")
-    first = text[:start].count("\n") + 1
-    body = text[start : text.index("\n}\n", start)]
-    return {first + i for i, line in enumerate(body.splitlines()) if "//!" in line}
-
-
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "arch"), RUNS)
 def test_the_fault_is_reported_with_its_line(name, arch):
-    try:
-        found = run(name, arch, False)
-    except Deadlock as error:
-        assert KERNELS[name] == "Deadlock"
-        assert {int(line) for line in re.findall(r"faults\.cu:(\d+)", str(error))} & marked(name), error
-        return
-    lines = {int(h.place.python.rpartition(":")[2]) for h in found if h.kind == KERNELS[name]}
-    assert lines & marked(name), found
+    case = CASES[name]
+    for schedule in case.schedules:
+        outcome = cuda.run(case, False, schedule, arch=arch)
+        assert caught(case, outcome), (schedule, outcome)
+        assert cuda.in_place(case, outcome), (schedule, case.marked, outcome)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "arch"), RUNS)
 def test_the_repaired_twin_is_silent(name, arch):
     for schedule in POLICIES:
-        assert run(name, arch, True, schedule) == [], schedule
+        outcome = cuda.run(CASES[name], True, schedule, arch=arch)
+        assert outcome.error is None and outcome.hazards == [], (schedule, outcome)
 
 
-def test_every_kernel_has_a_kind_and_marks():
-    assert len(KERNELS) == SOURCE.read_text().count("__global__") >= 13
-    assert all(marked(name) for name in KERNELS)
+def test_every_kernel_has_a_kind_marks_and_a_difference():
+    assert len(CASES) >= 60
+    entries = sum(path.read_text().count("__global__ void") for path in cuda.FOLDER.glob("*.cu"))
+    assert entries == len(CASES) + sum(bool(case.companion) for case in CASES.values())
+    for name, case in CASES.items():
+        assert case.marked, name
+        assert set(case.kind.split("|")) <= {*KINDS, "Deadlock", "HazardError", "MemoryFault", "EmulatorError"}, name
+        text = case.source()
+        assert "FIX(" in text or "FAULT(" in text, name
+
+
+def test_a_report_at_a_line_without_a_mark_or_of_another_file_is_out_of_place():
+    case = CASES["shared: two writers"]
+    (line,) = case.marked
+
+    def report(file, number):
+        return Hazard(case.kind, "", Place("k", 1, "st.shared", f"/somewhere/{file}:{number}"))
+
+    assert cuda.in_place(case, Outcome([report("shared.cu", line)]))
+    for found in ([report("shared.cu", line + 1)], [report("far.cu", line)], [Hazard(case.kind, "", None)], []):
+        assert not cuda.in_place(case, Outcome(found)), found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 
 from dsv4lib.emulator.checks import KINDS, Hazard
@@ -71,20 +69,6 @@ def test_twins_differ_and_lines_are_marked():
         ]
         assert any(faulty != repaired for faulty, repaired in texts), name
         assert case.marked() or case.marked(True), name
-
-
-def test_the_table_of_results_is_of_these_kernels():
-    """Its rows are what the tests above find; ``python -m tests.emulator.suite.table`` writes it."""
-    from tests.emulator.suite.table import COLUMNS, PATH
-
-    with PATH.open() as file:
-        rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
-    assert {f"{row['table']}: {row['variant']}": row["kind"] for row in rows} == {
-        name: case.kind.replace("|", " or ") for name, case in CASES.items()
-    }
-    for fact in ("caught", "line right", "twin silent"):
-        assert {row[fact] for row in rows} == {"yes"}
 
 
 def test_every_kind_that_is_an_error_of_a_kernel_is_in_the_suite():

@@ -1,13 +1,5 @@
-// Faulty kernels of the suite in CUDA C++: FIX(...) is there only in the repaired twin, FAULT(...) only in the faulty
-// one. "//!" marks the lines that a report names, "// kind:" what it is called.
-#ifdef REPAIRED
-#define FIX(...) __VA_ARGS__
-#define FAULT(...)
-#else
-#define FIX(...)
-#define FAULT(...) __VA_ARGS__
-#endif
-#define T threadIdx.x
+// Faults between threads of a block, as they are written every day.
+#include "common.cuh"
 extern "C" {
 
 // kind: race_shared
