@@ -100,19 +100,19 @@ class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
         each = self.step_k // CHUNK_K
         rA = cute.make_rmem_tensor(CHUNK_K // BLOCK * 4, Int32)
         self.wait_for_stage(stages, stage, parity)
-        keep(rA, self.expanded(stages.w.toint() + stage * self.w_bytes, Int32(0)), chunks)
+        self.keep(rA, self.expanded(stages.w.toint() + stage * self.w_bytes, Int32(0)), chunks)
         for chunk in cutlass.range(chunks, unroll=1):
             operand, sfx = wgmma.operand(stages.x + stage * self.x_bytes), stages.sfx + stage * self.sfx_bytes
             w = stages.w.toint() + stage * self.w_bytes
             sums = self.issue(columns, operand, rA)
-            cute.arch.mbarrier_wait(stages.full + stage, parity)
-            keep(rA, self.expanded(w + self.block_bytes, chunk % each), chunks)
+            self.part(stages, stage, parity)
+            self.keep(rA, self.expanded(w + self.block_bytes, chunk % each), chunks)
             self.promote_block(sums, 0, sfx, rSum)
             sums = self.issue(columns, operand, rA)
             next_stage, next_parity, own = self.after(stage, parity, chunk, chunks)
             self.wait_for_stage(stages, cutlass.select_(own, stage, next_stage), cutlass.select_(own, parity, next_parity))
             w = stages.w.toint() + cutlass.select_(own, stage, next_stage) * self.w_bytes
-            keep(rA, self.expanded(w, (chunk + 1) % each), chunks)
+            self.keep(rA, self.expanded(w, (chunk + 1) % each), chunks)
             self.promote_block(sums, 1, sfx, rSum)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -150,6 +150,22 @@ class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
             for c in range(8 * piece, min(8 * piece + 8, len(sums))):
                 at = own * (self.tile_n // 2) + c
                 rSum[at] = wgmma.multiply_add(sums[c], scales[piece][c // 4 % 2 * 2 + c % 2], rSum[at])
+
+    def part(self, stages: Stages, stage: Int32, parity: Int32) -> None:
+        """Wait for what is there: MMAs before and expansion after stay apart in the assembler's order."""
+        cute.arch.mbarrier_wait(stages.full + stage, parity)
+
+    def keep(self, rA: cute.Tensor, words: list, chunks: Int32) -> None:
+        """Put words of A into registers here, not where they are used: stores that never happen need them.
+
+        The assembler, which does not know that ``chunks`` is not negative, would move what makes them after the next wait
+        for MMAs.
+        """
+        stores = " ".join(f"st.shared.v4.b32 [$16 + {4 * i}], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in range(0, 16, 4))
+        text = f"{{ .reg .pred p; setp.ge.s32 p, $16, 0; @p bra.uni kept; {stores} kept: }}"
+        asm(text, [], [*words, chunks])
+        for i, word in enumerate(words):
+            rA[i] = word
 
     def expanded(self, w: Int32, chunk: Int32) -> list:
         """Make words of A of a block of rows: 128 K."""
@@ -263,15 +279,6 @@ class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
     def sync_groups(self) -> None:
         """Wait for both consumer warpgroups: sums are there, or have been read."""
         cute.arch.barrier(barrier_id=REDUCE, number_of_threads=128 * GROUPS)
-
-
-def keep(rA: cute.Tensor, words: list, chunks: Int32) -> None:
-    """Put words of A into registers here: stores that never happen need them, which the assembler cannot know."""
-    text = "{ .reg .pred p; setp.lt.s32 p, $4, 0; @p st.shared.v4.b32 [$4], {$0, $1, $2, $3}; }"
-    for i in range(0, len(words), 4):
-        asm(text, [], [*words[i : i + 4], chunks])
-    for i, word in enumerate(words):
-        rA[i] = word
 
 
 def table(halves: Int32, block: int) -> tuple[Int32, Int32]:
