@@ -86,7 +86,7 @@ def _row(gemm: Gemm, mode: str, tokens: int) -> Row:
         flops=2 * routes * gemm.n * gemm.k,
         given=given,
         check=_check,
-        providers=(providers.in_place("ours", _new, _ours),),
+        providers=(providers.in_place("ours", new_outputs, _ours),),
     )
 
 
@@ -124,7 +124,8 @@ def _operands(gemm: Gemm, mode: str, tokens: int, generator: torch.Generator) ->
     return {"mode": mode, "w": w, "x": q.codes[order], "x_scales": scale_swizzle.swizzle(scales)}
 
 
-def _new(given: Given) -> dict[str, Tensor]:
+def new_outputs(given: Given) -> dict[str, Tensor]:
+    """Allocate what a GEMM writes."""
     features, _, _ = tiled_shape(tuple(given["w"].shape), given["mode"])
     x, width = given["x"], features // 2
     if given["routing"] is None:

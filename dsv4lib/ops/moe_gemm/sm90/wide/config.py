@@ -8,15 +8,15 @@ from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, FORMS, TILE_M
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES
 
 TILES_N = {mode: (32, 64, 128) for mode in MODES if mode != "w4a8_row"}  # of tokens in bf16
-E4M3_TILES_N = {"w4a8_row": (32, 64, 128)}
-COLUMNS = {32: (32,), 64: (32, 48, 64), 128: (80, 104, 128)}  # of a tile, that MMAs have: the fewest that hold its rows
+E4M3_TILES_N = {"w4a8_row": (32, 64, 112)}
+COLUMNS = {32: (32,), 64: (32, 48, 64), 112: (72, 96, 112), 128: (80, 104, 128)}  # of a tile, that MMAs have: the fewest that hold its rows
 GROUPS = 2  # warpgroups that multiply
 BLOCKS = 2  # of 64 rows that each has
 TILE_BLOCKS = GROUPS * BLOCKS
 LOAD_WARPS = 4
 FIRST_LOAD_WARP = 4 * GROUPS
 THREADS = 128 * GROUPS + 32 * LOAD_WARPS  # more: 128 registers a thread at launch, and ptxas waits for every MMA
-CONSUMER_REGISTERS, LOAD_REGISTERS = 232, 40  # of 504 that a lane of a quarter of an SM has at launch
+CONSUMER_REGISTERS, LOAD_REGISTERS = 240, 24  # of 504 that a lane of a quarter of an SM has at launch
 LAUNCH_REGISTERS = 168
 TOKENS = 16  # of a tile that are finished together
 
@@ -31,7 +31,7 @@ class WideConfig(Config):
     def __init__(
         self,
         mode: str = "w4a16",
-        tile_n: int = 128,
+        tile_n: int = 112,
         step_k: int = 512,
         swiglu: bool = False,
         out: str = "bf16",
@@ -94,7 +94,7 @@ class WideE4m3Config(WideConfig):
     def __init__(
         self,
         mode: str = "w4a8_row",
-        tile_n: int = 128,
+        tile_n: int = 112,
         step_k: int = 512,
         swiglu: bool = False,
         out: str = "bf16",

@@ -36,39 +36,136 @@ from dsv4lib.dsl import convert, wgmma
 from dsv4lib.dsl.asm import asm
 from dsv4lib.ops.moe_gemm.sm90.config import HALF, REDUCE
 from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Scales
-from dsv4lib.ops.moe_gemm.sm90.groups import Tile
+from dsv4lib.ops.moe_gemm.sm90.groups import Groups, Tile
 from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M
+from dsv4lib.ops.moe_gemm.sm90.load import Sources, Stages
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES, HALF_BYTES, THREAD_BYTES, load, looked_up, pure
 from dsv4lib.ops.moe_gemm.sm90.wide.config import BLOCKS, GROUPS, TILE_BLOCKS, TOKENS, WideE4m3Config
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 
+AHEAD = 2  # loads of four tokens' scales each, before they are used
 REST = 133  # what E4M3 of a row's largest scale lacks: 127, and 2^6 that it has more
 
 
 class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
     """Grouped GEMM of many tokens an expert in E4M3 on Hopper: options as `WideE4m3Config`."""
 
-    def add_columns(self, columns: int, w: Int32, operand: Int64, sfx: Int32, chunk: Int32, rSum: cute.Tensor) -> None:
-        """Add the products of the first ``columns`` tokens of a stage."""
-        a = self.expanded(w, chunk)
-        for own in range(BLOCKS):
-            wgmma.fence()
-            offsets = self.offsets(0, range(CHUNK_K // BLOCK))
-            sums = wgmma.multiply(a, operand, offsets, columns, self.kind, apart=False)
-            wgmma.commit()
-            if own + 1 < BLOCKS:
-                a = self.expanded(w + (own + 1) * self.block_bytes, chunk)
-            wgmma.wait(0)
-            self.promote_block(sums, own, sfx, rSum)
+    # --------------------------------------------------------------- consume
+
+    @cute.jit
+    def consume(self, sources: Sources, groups: Groups, total: Int32, stages: Stages, sSum: cute.Tensor, ends: Ends):
+        """Run the consumer warps: tile after tile, with MMAs of as few columns as its rows need."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        tidx, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        chunks = sources.w.shape[2] * (self.step_k // CHUNK_K)
+        mine = stages._replace(w=stages.w + group * (BLOCKS * self.block_bytes))
+        stage, parity = Int32(0), Int32(0)
+        rSum = cute.make_rmem_tensor(BLOCKS * self.tile_n // 2, Float32)
+        for index in cutlass.range(block, total, grid, unroll=1):
+            rows = self.tile(groups, index).rows
+            rSum.fill(0.0)
+            if cutlass.const_expr(len(self.columns) == 1):
+                stage, parity = self.add_tile(self.tile_n, chunks, mine, stage, parity, rSum)
+            elif rows <= self.columns[0]:
+                stage, parity = self.add_tile(self.columns[0], chunks, mine, stage, parity, rSum)
+            elif rows <= self.columns[1]:
+                stage, parity = self.add_tile(self.columns[1], chunks, mine, stage, parity, rSum)
+            else:
+                stage, parity = self.add_tile(self.tile_n, chunks, mine, stage, parity, rSum)
+            tile = self.tile(groups, index)  # again: no registers hold it beside the MMAs
+            self.finish_blocks(sources.w, tile, group, sSum, ends, rSum)
+
+    @cute.jit
+    def add_tile(
+        self,
+        columns: cutlass.Constexpr,
+        chunks: Int32,
+        stages: Stages,
+        stage: Int32,
+        parity: Int32,
+        rSum: cute.Tensor,
+    ):
+        """Add the products of a tile's first ``columns`` tokens; a block is expanded during the MMAs before its own.
+
+        The last block's MMAs have no next one: its own stage's first is expanded once more, and not used.
+
+        Args:
+            stages: with the weights of this warpgroup.
+
+        Returns:
+            (stage, parity) of the next tile.
+        """
+        each = self.step_k // CHUNK_K
+        rA = cute.make_rmem_tensor(CHUNK_K // BLOCK * 4, Int32)
+        self.wait_for_stage(stages, stage, parity)
+        self.keep(rA, self.expanded(stages.w.toint() + stage * self.w_bytes, Int32(0)), chunks)
+        for chunk in cutlass.range(chunks, unroll=1):
+            operand, sfx = wgmma.operand(stages.x + stage * self.x_bytes), stages.sfx + stage * self.sfx_bytes
+            w = stages.w.toint() + stage * self.w_bytes
+            sums = self.issue(columns, operand, rA)
+            self.part(stages, stage, parity)
+            self.keep(rA, self.expanded(w + self.block_bytes, chunk % each), chunks)
+            self.promote_block(sums, 0, sfx, rSum)
+            sums = self.issue(columns, operand, rA)
+            next_stage, next_parity, own = self.after(stage, parity, chunk, chunks)
+            self.wait_for_stage(stages, cutlass.select_(own, stage, next_stage), cutlass.select_(own, parity, next_parity))
+            w = stages.w.toint() + cutlass.select_(own, stage, next_stage) * self.w_bytes
+            self.keep(rA, self.expanded(w, (chunk + 1) % each), chunks)
+            self.promote_block(sums, 1, sfx, rSum)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(stages.empty + stage)
+            stage, parity = next_stage, next_parity
+        return stage, parity
+
+    def after(self, stage: Int32, parity: Int32, chunk: Int32, chunks: Int32) -> tuple:
+        """Return the stage and parity that follow, and whether the tile's last 128 of K is in this one."""
+        wraps = stage == self.stages - 1
+        return cutlass.select_(wraps, Int32(0), stage + 1), cutlass.select_(wraps, parity ^ 1, parity), chunk + 1 == chunks
+
+    def wait_for_stage(self, stages: Stages, stage: Int32, parity: Int32) -> None:
+        """Wait until a stage is full, and visible to the tensor core."""
+        cute.arch.mbarrier_wait(stages.full + stage, parity)
+        self.copied_by_threads()
+
+    def issue(self, columns: int, operand: Int64, rA: cute.Tensor) -> list:
+        """Start the MMAs of a block of rows and 128 of K."""
+        wgmma.fence()
+        a = [rA[i] for i in range(CHUNK_K // BLOCK * 4)]
+        sums = wgmma.multiply(a, operand, self.offsets(0, range(CHUNK_K // BLOCK)), columns, self.kind, apart=False)
+        wgmma.commit()
+        return sums
 
     def promote_block(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor) -> None:
-        """Add a block's sums of 128 of K, times their tokens' scales."""
-        pair = sfx + cute.arch.lane_idx() % 4 * 8
-        for i in range(len(sums) // 4):
-            scales = asm("ld.shared.v2.f32 {$0, $1}, [$2];", [Float32] * 2, [pair + 32 * i])
-            for c in range(4 * i, 4 * i + 4):
-                place = own * (self.tile_n // 2) + c
-                rSum[place] = wgmma.multiply_add(sums[c], scales[c % 2], rSum[place])
+        """Wait for a block's sums of 128 of K; add them, times their tokens' scales."""
+        scales, pieces = [], -(-len(sums) // 8)
+        place = sfx + cute.arch.lane_idx() % 4 * 16
+        for piece in range(pieces):
+            for i in range(len(scales), min(piece + AHEAD + 1, pieces)):
+                scales.append(asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [place + 64 * i]))
+            if piece == 0:
+                wgmma.wait(0)
+            for c in range(8 * piece, min(8 * piece + 8, len(sums))):
+                at = own * (self.tile_n // 2) + c
+                rSum[at] = wgmma.multiply_add(sums[c], scales[piece][c // 4 % 2 * 2 + c % 2], rSum[at])
+
+    def part(self, stages: Stages, stage: Int32, parity: Int32) -> None:
+        """Wait for what is there: MMAs before and expansion after stay apart in the assembler's order."""
+        cute.arch.mbarrier_wait(stages.full + stage, parity)
+
+    def keep(self, rA: cute.Tensor, words: list, chunks: Int32) -> None:
+        """Put words of A into registers here, not where they are used: stores that never happen need them.
+
+        The assembler, which does not know that ``chunks`` is not negative, would move what makes them after the next wait
+        for MMAs.
+        """
+        stores = " ".join(f"st.shared.v4.b32 [$16 + {4 * i}], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in range(0, 16, 4))
+        text = f"{{ .reg .pred p; setp.ge.s32 p, $16, 0; @p bra.uni kept; {stores} kept: }}"
+        asm(text, [], [*words, chunks])
+        for i, word in enumerate(words):
+            rA[i] = word
 
     def expanded(self, w: Int32, chunk: Int32) -> list:
         """Make words of A of a block of rows: 128 K."""

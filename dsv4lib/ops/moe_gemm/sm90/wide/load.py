@@ -36,10 +36,14 @@ class Load(Walk):
         stage, parity = Int32(0), Int32(1)
         for index in cutlass.range(block, total, grid, unroll=1):
             tile = self.tile(groups, index)
+            scale = Float32(0.0)
+            if cutlass.const_expr(self.scaled):
+                scale = self.token_scale(sources, tile, warp, Int32(0))
             for chunk in cutlass.range(chunks, unroll=1):
                 full = stages.full + stage
-                if cutlass.const_expr(self.scaled):
-                    scale = self.token_scale(sources, tile, warp, chunk)  # in flight during the wait
+                next_scale = scale
+                if cutlass.const_expr(self.scaled):  # in flight during all of this stage
+                    next_scale = self.token_scale(sources, tile, warp, cutlass.min(chunk + 1, chunks - 1))
                 cute.arch.mbarrier_wait(stages.empty + stage, parity)
                 if warp == 0:
                     self.load_weights(sources.w, tile, chunk, stages.w + stage * self.w_bytes, full)
@@ -50,6 +54,7 @@ class Load(Walk):
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(full)
+                scale = next_scale
                 stage = stage + 1
                 if stage == self.stages:
                     stage, parity = Int32(0), parity ^ 1
@@ -85,8 +90,9 @@ class Load(Walk):
     def store_scale(self, target: Int32, warp: Int32, scale: Float32):
         """Store the scale of this lane's token in a stage."""
         token = warp * LANES + cute.arch.lane_idx()
+        place = token // 16 * 16 + token % 8 // 2 * 4 + token // 8 % 2 * 2 + token % 2  # a thread's four are neighbours
         if token < self.tile_n:
-            asm("st.shared.f32 [$0], $1;", [], [target + 4 * token, scale])
+            asm("st.shared.f32 [$0], $1;", [], [target + 4 * place, scale])
 
     @cute.jit
     def load_tokens(self, mX: cute.Tensor, tile: Tile, warp: Int32, chunk: Int32, target: Int32):
