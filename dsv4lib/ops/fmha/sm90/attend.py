@@ -31,6 +31,7 @@ from dsv4lib.ops.fmha.work import Outputs, Work
 STEP = wgmma.STEP_BYTES
 QK_STEPS = [(c * CHUNK_BYTES + i * STEP,) * 2 for c in range(CHUNKS) for i in range(ROW_BYTES // STEP)]
 PV_STEPS = [16 * ROW_BYTES * i for i in range(TILE_N // 16)]
+COLUMNS = 128  # of O that an MMA adds to
 PIECE = 16  # bytes of a cp.async
 ROWS = 2  # of a thread's fragments
 
@@ -188,12 +189,26 @@ class Attend(Keys):
         for step in range(TILE_N // 16):
             for i in (2 * step, 2 * step + 1):
                 a += [packed(rP[4 * i + 2 * j], rP[4 * i + 2 * j + 1]) for j in range(ROWS)]
+        self.keep(wgmma.wait_for(self.start_values(rO, a, values)), rO)
+
+    def start_values(self, rO: cute.Tensor, a: list, values: Int32) -> list:
+        """Issue O += P V, P a fragment. Return the sums, to be read after `wgmma.wait_for`.
+
+        MMAs of 128 columns: ptxas refuses more sums than the registers that a thread starts with.
+        """
         wgmma.fence()
-        sums = wgmma.accumulate([rO[c] for c in range(DIMS // 2)], a, wgmma.rows_of_k(values, CHUNK_BYTES), PV_STEPS)
+        sums = []
+        for first in range(0, DIMS, COLUMNS):
+            own = [rO[c] for c in range(first // 2, (first + COLUMNS) // 2)]
+            b = wgmma.rows_of_k(values + first // CHUNK * CHUNK_BYTES, CHUNK_BYTES)
+            sums += wgmma.accumulate(own, a, b, PV_STEPS)
         wgmma.commit()
-        sums = wgmma.wait_for(sums)
-        for c in range(DIMS // 2):
-            rO[c] = sums[c]
+        return sums
+
+    def keep(self, sums: list, registers: cute.Tensor) -> None:
+        """Write sums of MMAs to registers."""
+        for i, value in enumerate(sums):
+            registers[i] = value
 
     @cute.jit
     def finish(

@@ -43,14 +43,10 @@ from dsv4lib.dsl.budget import SMEM_ALIGN
 from dsv4lib.ops.fmha.config import LOG2_E, TILE_M
 from dsv4lib.ops.fmha.sm90.attend import Attend
 from dsv4lib.ops.fmha.sm90.config import (
-    MATH_REGISTERS,
     MATH_WARPS,
-    PRODUCER_REGISTERS,
-    PRODUCER_WARPS,
     Q_BYTES,
     STAGE_BYTES,
     STAGES,
-    THREADS,
 )
 from dsv4lib.ops.fmha.sm90.keys import KeySources, Ring
 from dsv4lib.ops.fmha.work import Items, KeyList, KeyLists, KeyRows, KeySplits, Outputs
@@ -105,7 +101,7 @@ class DecodeFmha(Attend):
         sources, outputs = self.key_sources(entries, window), Outputs(mSink, rope, mO, mLse)
         self.kernel(mQ, sources, lists, outputs, scale * LOG2_E, splits).launch(
             grid=(mQ.shape[0], cute.ceil_div(mQ.shape[1], TILE_M), splits.splits),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=1,
@@ -130,10 +126,10 @@ class DecodeFmha(Attend):
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         if tidx == 0:
             for i in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(full + i, 32 * PRODUCER_WARPS)
+                cute.arch.mbarrier_init(full + i, 32 * self.producer_warps)
                 cute.arch.mbarrier_init(empty + i, MATH_WARPS)
             cute.arch.mbarrier_init_fence()
-        cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=0, number_of_threads=self.threads)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         token, _, split = cute.arch.block_idx()
@@ -141,10 +137,10 @@ class DecodeFmha(Attend):
         valid = storage.valid.get_tensor(cute.make_layout((2, STAGES)))
         ring = Ring(storage.keys.data_ptr().toint(), valid, full, empty)
         if warp >= MATH_WARPS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers.producer)
             self.produce(sources, lists, work, ring)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers.math)
             sink, rope, mO, mLse = outputs
             if cutlass.const_expr(self.partial):
                 mO, mLse = mO[split, None, None, None], mLse[split, None, None]

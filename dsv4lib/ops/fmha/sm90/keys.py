@@ -22,12 +22,11 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from dsv4lib.dsl import kv_entry
 from dsv4lib.dsl.asm import asm
-from dsv4lib.formats.kv_entry import GROUPS
+from dsv4lib.formats.kv_entry import GROUPS, LAYOUT
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_N
-from dsv4lib.ops.fmha.sm90.config import KEYS, MATH_WARPS, STAGE_BYTES, STAGES, Config
+from dsv4lib.ops.fmha.sm90.config import MATH_WARPS, STAGE_BYTES, STAGES, Config
 from dsv4lib.ops.fmha.work import KeyLists, KeyRows, Work
 
-BATCHES = KEYS // kv_entry.ENTRIES_AT_ONCE
 LARGEST = 134  # byte of a scale whose 2^(e + 120) is a number of bf16
 
 
@@ -65,20 +64,17 @@ class Keys(Config):
     def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring):
         """Producer warps: tile after tile."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
-        first_key = warp * KEYS
-        own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
+        first_key, batches = warp * self.keys, self.keys // kv_entry.ENTRIES_AT_ONCE
+        own = first_key + lane % self.keys  # the key of a tile whose index this lane reads
         key = first_key + lane // 4  # the one of batch 0 of which it brings a quarter
         offset = ring.keys + kv_entry.smem_offset(key, lane)
-        held = cute.make_rmem_tensor(BATCHES, Int32)
-        raw = cute.make_rmem_tensor((kv_entry.raw_words(), BATCHES), Int64)
-        scales = cute.make_rmem_tensor((2, BATCHES), Int32)
-        raw.fill(0)
-        for i in cutlass.range_constexpr(2 * BATCHES):
-            scales[i] = Int32(0)
-        pools = [None if source is None else kv_entry.lane_of(source) for source in sources]
+        held = cute.make_rmem_tensor(batches, Int32)
+        raw = cute.make_rmem_tensor((kv_entry.raw_words(), batches), Int64)
+        scales = cute.make_rmem_tensor((2, batches), Int32)
+        pools = self.lane_pools(sources)
         index = self.entry(lists, work, work.first, own)
         place = work.first * TILE_N + key
-        for batch in cutlass.range_constexpr(BATCHES):
+        for batch in cutlass.range_constexpr(batches):
             self.fetch(pools, work, place, index, batch, held, raw, scales)
         ahead = self.entry(lists, work, work.first + 1, own)
         stage, parity = Int32(0), Int32(1)
@@ -87,7 +83,7 @@ class Keys(Config):
             index, ahead = ahead, self.entry(lists, work, tile + 2, own)
             place = (tile + 1) * TILE_N + key
             cute.arch.mbarrier_wait(ring.empty + stage, parity)
-            for batch in cutlass.range_constexpr(BATCHES):
+            for batch in cutlass.range_constexpr(batches):
                 rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                 convert(held[batch], raw[None, batch], scales[None, batch], rows)
                 self.fetch(pools, work, place, index, batch, held, raw, scales)
@@ -98,11 +94,28 @@ class Keys(Config):
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
 
+    def lane_pools(self, sources: KeySources) -> list:
+        """Return the `LanePool` of each source, None where there is none.
+
+        A producer thread has few registers: what is the same in all lanes is not kept in them, nor anything twice.
+        """
+        pools = []
+        for source in sources:
+            if source is None:
+                pools.append(None)
+            else:
+                size = source.page_size * LAYOUT.data_bytes
+                pools.append(kv_entry.lane_of(source)._replace(scales=source.address + Int64(size)))
+        if None not in pools:
+            pools[1] = pools[1]._replace(piece=pools[0].piece)
+        return pools
+
     @cute.jit
     def store_valid(self, ring: Ring, stage: Int32, warp: Int32, there: Int32):
-        """Store a warp's 16 bits of the keys that are there."""
-        halves = cute.recast_ptr(ring.valid.iterator, dtype=cutlass.Uint16)
-        cute.make_tensor(halves, 4 * STAGES)[stage * 4 + warp] = cutlass.Uint16(there & 0xFFFF)
+        """Store a warp's bits of the keys that are there."""
+        bits = cutlass.Uint16 if cutlass.const_expr(self.keys == 16) else cutlass.Uint8
+        own = cute.make_tensor(cute.recast_ptr(ring.valid.iterator, dtype=bits), self.producer_warps * STAGES)
+        own[stage * self.producer_warps + warp] = bits(there & (1 << self.keys) - 1)
 
     @cute.jit
     def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32):
@@ -141,12 +154,22 @@ class Keys(Config):
         held[batch] = own
         if cutlass.const_expr(self.entries != "none" and self.window):
             if place + batch * kv_entry.ENTRIES_AT_ONCE < work.window_at:
-                kv_entry.fetch(pools[0], own, raw[None, batch], scales[None, batch])
+                self.load(pools[0], own, raw[None, batch], scales[None, batch])
             else:
-                kv_entry.fetch(pools[1], own, raw[None, batch], scales[None, batch])
+                self.load(pools[1], own, raw[None, batch], scales[None, batch])
         else:
             pool = pools[0] if self.entries != "none" else pools[1]
-            kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
+            self.load(pool, own, raw[None, batch], scales[None, batch])
+
+    @cute.jit
+    def load(self, pool: kv_entry.LanePool, index: Int32, raw: cute.Tensor, scales: cute.Tensor):
+        """Start the loads of this lane's share of an entry, or take zeros: what was there need not be kept then."""
+        if index >= 0:
+            kv_entry.fetch(pool, index, raw, scales)
+        else:
+            raw.fill(0)
+            scales[0] = Int32(0)
+            scales[1] = Int32(0)
 
 
 def loaded(default: Int32, address: Int64) -> Int32:

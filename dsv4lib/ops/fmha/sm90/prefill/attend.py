@@ -29,7 +29,7 @@ from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
 from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, LOG2_E, P_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import (
-    PV_STEPS,
+    COLUMNS,
     QK_STEPS,
     ROWS,
     Attend,
@@ -132,18 +132,14 @@ class PrefillAttend(PrefillKeys, Attend):
         self.exponentiate(scale_log2, rS, *softmax)
         a = self.send(exchange, 0, rS, softmax)
         self.arrive(P_READY)
-        wgmma.fence()
-        sums = [rO[c] for c in range(DIMS // 2)]
-        sums = wgmma.accumulate(sums, a, wgmma.rows_of_k(ring.keys, CHUNK_BYTES), PV_STEPS)
-        wgmma.commit()
-        self.keep(wgmma.wait_for(sums), rO)
+        self.keep(wgmma.wait_for(self.start_values(rO, a, ring.keys)), rO)
         self.release(ring, 0, 0)
         self.wait_for_keys(ring, 1, 0, parity)
         self.wait(P_READY + 1)
         moved, acc_scale = self.receive(exchange, 1, softmax)
         if moved:
             self.rescale_rows(rO, acc_scale)
-        self.multiply_sent(exchange, 1, ring.keys + STAGE_BYTES, rO)
+        self.keep(wgmma.wait_for(self.start_sent(exchange, 1, ring.keys + STAGE_BYTES, rO)), rO)
         self.release(ring, 1, 0)
 
     @cute.jit
@@ -166,11 +162,7 @@ class PrefillAttend(PrefillKeys, Attend):
         moved, acc_scale = self.receive(exchange, 0, softmax)
         if moved:
             self.rescale_rows(rO, acc_scale)
-        wgmma.fence()
-        sums = [rO[c] for c in range(DIMS // 2)]
-        values = wgmma.rows_of_k(ring.keys + HALF, CHUNK_BYTES)
-        sums = wgmma.accumulate_shared(sums, wgmma.operand(exchange.p), values, SHARED_STEPS, "bf16", rows_are_k=True)
-        wgmma.commit()
+        sums = self.start_sent(exchange, 0, ring.keys + HALF, rO)
         self.mask(ring.valid, 1, rS)
         moved, acc_scale = self.follow_max(scale_log2, rS, softmax)
         self.exponentiate(scale_log2, rS, *softmax)
@@ -180,12 +172,7 @@ class PrefillAttend(PrefillKeys, Attend):
         self.arrive(P_READY + 1)
         if moved:
             self.rescale_rows(rO, acc_scale)
-        wgmma.fence()
-        sums = [rO[c] for c in range(DIMS // 2)]
-        values = wgmma.rows_of_k(ring.keys + (STAGE_BYTES + HALF), CHUNK_BYTES)
-        sums = wgmma.accumulate(sums, a, values, PV_STEPS)
-        wgmma.commit()
-        self.keep(wgmma.wait_for(sums), rO)
+        self.keep(wgmma.wait_for(self.start_values(rO, a, ring.keys + (STAGE_BYTES + HALF))), rO)
         self.release(ring, 1, 1)
 
     def scores(self, ring: Ring, stage: int, parity: Int32, queries: Queries) -> cute.Tensor:
@@ -207,20 +194,16 @@ class PrefillAttend(PrefillKeys, Attend):
         """Wait for half of a tile."""
         cute.arch.mbarrier_wait(ring.full + (HALVES * stage + half), parity)
 
-    def keep(self, sums: list, registers: cute.Tensor) -> None:
-        """Write sums of MMAs to registers."""
-        for i, value in enumerate(sums):
-            registers[i] = value
-
-    def multiply_sent(self, exchange: Exchange, tile: int, values: Int32, rO: cute.Tensor) -> None:
-        """O += P V with P of the other warpgroup, dimensions of warpgroup 0."""
+    def start_sent(self, exchange: Exchange, tile: int, values: Int32, rO: cute.Tensor) -> list:
+        """Issue O += P V with P of the other warpgroup. As `start_values`."""
         wgmma.fence()
-        sums, p = [rO[c] for c in range(DIMS // 2)], wgmma.operand(exchange.p + tile * P_BYTES)
-        sums = wgmma.accumulate_shared(
-            sums, p, wgmma.rows_of_k(values, CHUNK_BYTES), SHARED_STEPS, "bf16", rows_are_k=True
-        )
+        sums, p = [], wgmma.operand(exchange.p + tile * P_BYTES)
+        for first in range(0, DIMS, COLUMNS):
+            own = [rO[c] for c in range(first // 2, (first + COLUMNS) // 2)]
+            b = wgmma.rows_of_k(values + first // CHUNK * CHUNK_BYTES, CHUNK_BYTES)
+            sums += wgmma.accumulate_shared(own, p, b, SHARED_STEPS, "bf16", rows_are_k=True)
         wgmma.commit()
-        self.keep(wgmma.wait_for(sums), rO)
+        return sums
 
     @cute.jit
     def release(self, ring: Ring, stage: cutlass.Constexpr, half: cutlass.Constexpr):

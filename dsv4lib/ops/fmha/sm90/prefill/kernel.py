@@ -51,14 +51,10 @@ from cutlass import Float32, Int32, memory
 from dsv4lib.dsl.budget import SMEM_ALIGN
 from dsv4lib.ops.fmha.config import LOG2_E, P_BYTES, TILE_M
 from dsv4lib.ops.fmha.sm90.config import (
-    MATH_REGISTERS,
     MATH_WARPS,
-    PRODUCER_REGISTERS,
-    PRODUCER_WARPS,
     Q_BYTES,
     STAGE_BYTES,
     STAGES,
-    THREADS,
 )
 from dsv4lib.ops.fmha.sm90.keys import KeySources, Ring
 from dsv4lib.ops.fmha.sm90.prefill.attend import Exchange, PrefillAttend
@@ -109,7 +105,7 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         sources, outputs = self.key_sources(entries, window), Outputs(mSink, rope, mO, mLse)
         self.kernel(mQ, sources, lists, outputs, scale * LOG2_E).launch(
             grid=(ctas, cute.ceil_div(mQ.shape[1], TILE_M), 1),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=1,
@@ -127,12 +123,12 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         if tidx == 0:
             for i in cutlass.range_constexpr(HALVES * STAGES):
-                cute.arch.mbarrier_init(full + i, 32 * PRODUCER_WARPS)
+                cute.arch.mbarrier_init(full + i, 32 * self.producer_warps)
                 cute.arch.mbarrier_init(empty + i, MATH_WARPS // HALVES)
-            cute.arch.mbarrier_init(q_full, 32 * PRODUCER_WARPS + 1)
+            cute.arch.mbarrier_init(q_full, 32 * self.producer_warps + 1)
             cute.arch.mbarrier_init(q_empty, MATH_WARPS)
             cute.arch.mbarrier_init_fence()
-        cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=0, number_of_threads=self.threads)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         first, _, _ = cute.arch.block_idx()
@@ -144,8 +140,8 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         queries = Queries(storage.q.data_ptr().toint(), pairs, q_full, q_empty)
         exchange = Exchange(storage.p.data_ptr().toint(), storage.rows.data_ptr().toint())
         if warp >= MATH_WARPS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers.producer)
             self.produce_all(mQ, sources, lists, items, ring, queries)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers.math)
             self.attend_all(mQ.shape[1], items, ring, queries, exchange, outputs, scale_log2)

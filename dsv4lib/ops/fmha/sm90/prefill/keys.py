@@ -20,8 +20,8 @@ from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
-from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, KEYS, MATH_WARPS, STAGE_BYTES, WARPGROUP
-from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert, loaded
+from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, MATH_WARPS, STAGE_BYTES
+from dsv4lib.ops.fmha.sm90.keys import Keys, KeySources, Ring, convert, loaded
 from dsv4lib.ops.fmha.work import Items, KeyLists, there_are
 
 HALVES = 2  # of a stage: dimensions of either math warpgroup
@@ -105,21 +105,18 @@ class PrefillKeys(Keys):
         wait for those of an older tile is to wait for all.
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
-        first_key = warp * KEYS
-        own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
+        first_key, batches = warp * self.keys, self.keys // kv_entry.ENTRIES_AT_ONCE
+        own = first_key + lane % self.keys  # the key of a tile whose index this lane reads
         offset = ring.keys + kv_entry.smem_offset(first_key + lane // 4, lane)
-        held = cute.make_rmem_tensor(BATCHES, Int32)
-        raw = cute.make_rmem_tensor((kv_entry.raw_words(), BATCHES), Int64)
-        scales = cute.make_rmem_tensor((2, BATCHES), Int32)
-        raw.fill(0)
-        for i in cutlass.range_constexpr(2 * BATCHES):
-            scales[i] = Int32(0)
-        pools = [None if source is None else kv_entry.lane_of(source) for source in sources]
+        held = cute.make_rmem_tensor(batches, Int32)
+        raw = cute.make_rmem_tensor((kv_entry.raw_words(), batches), Int64)
+        scales = cute.make_rmem_tensor((2, batches), Int32)
+        pools = self.lane_pools(sources)
         first, step = items.first, items.step
         now = self.span(self.counts(lists, items, first), items, first)
         following = self.span(self.counts(lists, items, first + step), items, first + step)
         index, in_window = self.next_entry(lists, now, following, Int32(0), own)
-        for batch in cutlass.range_constexpr(BATCHES):
+        for batch in cutlass.range_constexpr(batches):
             self.start(pools, index, in_window, batch, held, raw, scales)
         there = cute.arch.vote_ballot_sync(index >= 0)
         index, in_window = self.next_entry(lists, now, following, Int32(1), own)
@@ -135,7 +132,7 @@ class PrefillKeys(Keys):
                 stage = tile & 1
                 for half in cutlass.range_constexpr(HALVES):
                     cute.arch.mbarrier_wait(ring.empty + (HALVES * stage + half), parity)
-                    for batch in cutlass.range_constexpr(BATCHES):
+                    for batch in cutlass.range_constexpr(batches):
                         rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                         convert(held[batch], raw[None, batch], scales[None, batch], rows, CHUNKS_OF[half])
                     if cutlass.const_expr(half == 0):
@@ -143,7 +140,7 @@ class PrefillKeys(Keys):
                             self.store_valid(ring, stage, warp, there)
                     self.visible_to_mma()  # a fence that would wait for loads, too: none is under way
                     cute.arch.mbarrier_arrive(ring.full + (HALVES * stage + half))
-                for batch in cutlass.range_constexpr(BATCHES):
+                for batch in cutlass.range_constexpr(batches):
                     self.start(pools, index, in_window, batch, held, raw, scales)
                 parity = parity ^ stage
                 there = cute.arch.vote_ballot_sync(index >= 0)
@@ -191,12 +188,12 @@ class PrefillKeys(Keys):
         held[batch] = own
         if cutlass.const_expr(self.entries != "none" and self.window):
             if cute.arch.shuffle_sync(in_window, source) == 0:
-                kv_entry.fetch(pools[0], own, raw[None, batch], scales[None, batch])
+                self.load(pools[0], own, raw[None, batch], scales[None, batch])
             else:
-                kv_entry.fetch(pools[1], own, raw[None, batch], scales[None, batch])
+                self.load(pools[1], own, raw[None, batch], scales[None, batch])
         else:
             pool = pools[0] if self.entries != "none" else pools[1]
-            kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
+            self.load(pool, own, raw[None, batch], scales[None, batch])
 
     def wait_for_room(self, queries: Queries, parity: Int32) -> None:
         """Wait until Q of the token before was read for the last time."""
@@ -205,15 +202,15 @@ class PrefillKeys(Keys):
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, token: Int32, tiles: Int32, queries: Queries):
         """Start the copies of 64 heads of Q. Rows of the 128-byte swizzle; rows that are no heads are zeros."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
         if thread == 0:
             queries.pairs[0] = tiles >> 1
             cute.arch.mbarrier_arrive(queries.full)
-        pieces = HEAD_DIM * 2 // PIECE
+        pieces, threads = HEAD_DIM * 2 // PIECE, 32 * self.producer_warps
         first, heads = self.head_block() * TILE_M, mQ.shape[1]
         target = queries.smem + thread % pieces // 8 * CHUNK_BYTES
-        for i in cutlass.range(TILE_M * pieces // WARPGROUP, unroll=8):
-            place = i * (WARPGROUP // pieces) + thread // pieces
+        for i in cutlass.range(TILE_M * pieces // threads, unroll=8):
+            place = i * (threads // pieces) + thread // pieces
             size = cutlass.select_(first + place < heads, Int32(PIECE), Int32(0))
             head = cutlass.min(first + place, heads - 1)
             source = mQ[token, head, None].iterator.toint() + thread % pieces * PIECE
@@ -223,7 +220,7 @@ class PrefillKeys(Keys):
     @cute.jit
     def prefetch_queries(self, mQ: cute.Tensor, token: Int32, items: Items):
         """Have L2 fetch Q of a token, if there is one: its copy starts when the last S of this token is there."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
         head = self.head_block() * TILE_M + thread
         if thread < TILE_M and head < mQ.shape[1] and token < items.end:
             prefetch(mQ[token, head, None].iterator.toint(), HEAD_DIM * 2)
