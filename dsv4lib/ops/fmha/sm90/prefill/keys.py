@@ -202,25 +202,26 @@ class PrefillKeys(Keys):
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, token: Int32, tiles: Int32, queries: Queries):
         """Start the copies of 64 heads of Q. Rows of the 128-byte swizzle; rows that are no heads are zeros."""
-        thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
+        pieces, threads = HEAD_DIM * 2 // PIECE, 32 * self.producer_warps
+        thread = cute.arch.thread_idx()[0] & threads - 1
         if thread == 0:
             queries.pairs[0] = tiles >> 1
             cute.arch.mbarrier_arrive(queries.full)
-        pieces, threads = HEAD_DIM * 2 // PIECE, 32 * self.producer_warps
+        piece, row = thread & pieces - 1, thread >> pieces.bit_length() - 1
         first, heads = self.head_block() * TILE_M, mQ.shape[1]
-        target = queries.smem + thread % pieces // 8 * CHUNK_BYTES
+        target = queries.smem + (piece >> 3) * CHUNK_BYTES
         for i in cutlass.range(TILE_M * pieces // threads, unroll=8):
-            place = i * (threads // pieces) + thread // pieces
+            place = i * (threads // pieces) + row
             size = cutlass.select_(first + place < heads, Int32(PIECE), Int32(0))
             head = cutlass.min(first + place, heads - 1)
-            source = mQ[token, head, None].iterator.toint() + thread % pieces * PIECE
-            copy(target + place * ROW_BYTES + ((thread ^ place) % 8 << 4), source, size)
+            source = mQ[token, head, None].iterator.toint() + piece * PIECE
+            copy(target + place * ROW_BYTES + (((piece ^ place) & 7) << 4), source, size)
         cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)
 
     @cute.jit
     def prefetch_queries(self, mQ: cute.Tensor, token: Int32, items: Items):
         """Have L2 fetch Q of a token, if there is one: its copy starts when the last S of this token is there."""
-        thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
+        thread = cute.arch.thread_idx()[0] & 32 * self.producer_warps - 1
         head = self.head_block() * TILE_M + thread
         if thread < TILE_M and head < mQ.shape[1] and token < items.end:
             prefetch(mQ[token, head, None].iterator.toint(), HEAD_DIM * 2)
