@@ -47,7 +47,7 @@ SPLITS = {  # that are timed, by layer and tokens
     (LayerKind.HCA, 32): (1, 2, 3),
     (LayerKind.HCA, 128): (1,),
 }
-WARPS = 4, 8
+FORMS = (4, False), (8, False), (8, True)  # producer warps, early loads
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,22 @@ class AttentionTimes:
     tokens: int
     kernel: str
     warps: int
+    early: int
     splits: int
     warm_us: float
     cold_us: float
 
 
-def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, int]]:
-    """Yield (kernel, producer warps, splits) of what is timed."""
+def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, bool, int]]:
+    """Yield (kernel, producer warps, early, splits) of what is timed."""
     for splits in SPLITS[layer, tokens]:
-        for warps in WARPS:
-            yield DecodeFmha, warps, splits
-            if splits == 1:
-                yield PrefillFmha, warps, splits
+        for warps, early in FORMS:
+            yield DecodeFmha, warps, early, splits
+            if not early:
+                yield PrefillFmha, warps, early, splits
 
 
-def caller(given: Given, kind: type, warps: int, splits: int, o: torch.Tensor) -> Call:
+def caller(given: Given, kind: type, warps: int, early: bool, splits: int, o: torch.Tensor) -> Call:
     """Return a call of one variant."""
     tokens, heads, dim = given["q"].shape
     settings = {
@@ -84,7 +85,7 @@ def caller(given: Given, kind: type, warps: int, splits: int, o: torch.Tensor) -
     }
     of_split, ends = parts(settings)
     get = compile_cache.default().get
-    options = {**(settings if splits == 1 else of_split), "producer_warps": warps}
+    options = {**(settings if splits == 1 else of_split), "producer_warps": warps, "early": early}
     kernel, code = get(kind, options, arguments.fake_args, ARCH)
     pool = given["pages"], bench.PAGE
     entries = None if given["index"] is None else KeyRows(pool, given["index"], None, given["count"])
@@ -106,7 +107,9 @@ def caller(given: Given, kind: type, warps: int, splits: int, o: torch.Tensor) -
 
     def split() -> None:
         stream = launching.stream("native", o)
-        args = arguments.launch_args(kernel, given["q"], *keys, None, None, *partial, scale, splits, stream)
+        args = arguments.launch_args(
+            kernel, given["q"], *keys, None, None, *partial, scale, splits, stream, ctas=tokens
+        )
         launching.enqueue("native", code, args)
         launching.enqueue(
             "native", combine_code, both.combine_args(combine, *partial, given["sink"], None, o, lse, stream=stream)
@@ -122,14 +125,14 @@ def run(_processes: int) -> list[AttentionTimes]:
         for tokens in (1, 8, 32, 128):
             given = bench.given_of(bench.shape(FLASH, layer), tokens, torch.Generator("cuda").manual_seed(0))
             calls, names = [], []
-            for kind, warps, splits in variants(layer, tokens):
+            for kind, warps, early, splits in variants(layer, tokens):
                 o = torch.full((tokens, FLASH.n_heads, kv_entry.HEAD_DIM), float("nan"), device="cuda").bfloat16()
-                call = caller(given, kind, warps, splits, o)
+                call = caller(given, kind, warps, early, splits, o)
                 call()
                 torch.cuda.synchronize()
                 bench.check({**given, "q": given["q"][:8]}, {"o": o})
                 calls.append(call)
-                names.append(("decode" if kind is DecodeFmha else "prefill", warps, splits))
+                names.append(("decode" if kind is DecodeFmha else "prefill", warps, int(early), splits))
             warm, cold = clock.warm(calls), clock.cold(calls)
             for name, each_warm, each_cold in zip(names, warm, cold, strict=True):
                 rows.append(AttentionTimes(str(layer), tokens, *name, each_warm, each_cold.median))

@@ -45,6 +45,7 @@ class Config(Plan):
         inverse_rope: rotate the last 64 dimensions of O back.
         partial: split the keys over the grid and write fp32 O and LSE of each split.
         producer_warps: 4 or 8: how many convert entries.
+        early: ask for Q and the first tile's entries before it is known how many keys there are.
 
     Raises:
         ConfigError: a value that is not one of these, or keys of no kind.
@@ -62,6 +63,7 @@ class Config(Plan):
         inverse_rope: bool = False,
         partial: bool = False,
         producer_warps: int = 8,
+        early: bool = True,
     ):
         if entries not in ENTRIES:
             raise ConfigError("entries", entries, "one of " + ", ".join(ENTRIES))
@@ -76,13 +78,15 @@ class Config(Plan):
         self.producer_warps, self.threads = producer_warps, 32 * (MATH_WARPS + producer_warps)
         self.keys = TILE_N // producer_warps  # of a producer warp
         self.registers = ROLE_REGISTERS[producer_warps]
+        self.early = early
         self.entries, self.window, self.window_index = entries, window, window_index
         self.sink, self.inverse_rope, self.partial = sink, inverse_rope, partial
         self.fp8_entries, self.fp8_window = entries != "none", window
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        names = ("window", "window_index", "sink", "inverse_rope", "partial")
-        return f"{type(self).__name__}({', '.join([self.entries, str(self.producer_warps), *(n for n in names if vars(self)[n])])})"
+        names = ("window", "window_index", "sink", "inverse_rope", "partial", "early")
+        given = [self.entries, str(self.producer_warps), *(n for n in names if vars(self)[n])]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def budget(self) -> list[BudgetRow]:
         """Compute shared memory, registers and threads of one CTA."""

@@ -133,16 +133,22 @@ class DecodeFmha(Attend):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         token, _, split = cute.arch.block_idx()
-        work = self.work(lists, Items(None, splits, split, token, token + 1, Int32(1)), token)
+        items, guess = Items(None, splits, split, token, token + 1, Int32(1)), None
+        sQ = storage.q.data_ptr().toint()
+        if cutlass.const_expr(self.early):
+            guess = self.guess(lists, items)
+            if warp < MATH_WARPS:
+                self.load_q(mQ, self.place(token), sQ)
+        work = self.work(lists, items, token)
         valid = storage.valid.get_tensor(cute.make_layout((2, STAGES)))
         ring = Ring(storage.keys.data_ptr().toint(), valid, full, empty)
         if warp >= MATH_WARPS:
             cute.arch.setmaxregister_decrease(self.registers.producer)
-            self.produce(sources, lists, work, ring)
+            self.produce(sources, lists, work, ring, guess)
         else:
             cute.arch.setmaxregister_increase(self.registers.math)
             sink, rope, mO, mLse = outputs
             if cutlass.const_expr(self.partial):
                 mO, mLse = mO[split, None, None, None], mLse[split, None, None]
             own = Outputs(sink, rope, mO, mLse)
-            self.attend(mQ, work, ring, storage.q.data_ptr().toint(), own, scale_log2)
+            self.attend(mQ, work, ring, sQ, own, scale_log2)

@@ -25,7 +25,7 @@ from dsv4lib.dsl.asm import asm
 from dsv4lib.formats.kv_entry import GROUPS, LAYOUT
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_N
 from dsv4lib.ops.fmha.sm90.config import MATH_WARPS, STAGE_BYTES, STAGES, Config
-from dsv4lib.ops.fmha.work import KeyLists, KeyRows, Work
+from dsv4lib.ops.fmha.work import Items, KeyLists, KeyRows, Work
 
 LARGEST = 134  # byte of a scale whose 2^(e + 120) is a number of bf16
 
@@ -46,6 +46,13 @@ class Ring(NamedTuple):
     empty: cute.Pointer
 
 
+class Guess(NamedTuple):
+    """An index, and where it was loaded from before it was known to be needed; 0: nowhere."""
+
+    address: Int64
+    index: Int32
+
+
 class Keys(Config):
     """What the producer warps do."""
 
@@ -61,7 +68,7 @@ class Keys(Config):
         return KeySources(*found)
 
     @cute.jit
-    def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring):
+    def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring, guess: Any):
         """Producer warps: tile after tile."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
         first_key, batches = warp * self.keys, self.keys // kv_entry.ENTRIES_AT_ONCE
@@ -72,7 +79,7 @@ class Keys(Config):
         raw = cute.make_rmem_tensor((kv_entry.raw_words(), batches), Int64)
         scales = cute.make_rmem_tensor((2, batches), Int32)
         pools = self.lane_pools(sources)
-        index = self.entry(lists, work, work.first, own)
+        index = self.entry(lists, work, work.first, own, guess)
         place = work.first * TILE_N + key
         for batch in cutlass.range_constexpr(batches):
             self.fetch(pools, work, place, index, batch, held, raw, scales)
@@ -118,7 +125,7 @@ class Keys(Config):
         own[stage * self.producer_warps + warp] = bits(there & (1 << self.keys) - 1)
 
     @cute.jit
-    def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32):
+    def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32, guess: Any = None):
         """Return the index of the ``key``-th entry of a tile; -1: none."""
         index, address, place = Int32(-1), Int64(0), tile * TILE_N + key
         if tile < work.end:
@@ -129,13 +136,38 @@ class Keys(Config):
                 place = place - work.window_at
                 if place >= 0 and place < work.window:
                     index, address = self.named(lists.window.index, work.token, place, work.window_row)
+        if cutlass.const_expr(guess is not None):
+            if address == guess.address:
+                index, address = guess.index, Int64(0)
         return loaded(index, address)
+
+    @cute.jit
+    def guess(self, lists: KeyLists, items: Items):
+        """Load the index that this lane needs first if every list is as long as it can be, beside the lists' lengths.
+
+        It is of the entries where there are any: the first of a split begins with window keys rarely.
+        """
+        keys = lists.entries if cutlass.const_expr(self.entries == "index") else lists.window
+        if cutlass.const_expr(self.entries == "range" or keys.index is None):
+            return None
+        width = keys.index.shape[1]
+        tile = Int32(0)
+        if cutlass.const_expr(self.partial):
+            most = [Int32(0) if one is None or one.index is None else one.index.shape[1] for one in lists]
+            _, tiles = self.places(*most)
+            tile = items.split * cute.ceil_div(tiles, items.splits.splits)
+        thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
+        place = tile * TILE_N + (thread >> 5) * self.keys + (thread & self.keys - 1)
+        address = Int64(0)
+        if place >= 0 and place < width:
+            address = keys.index[items.first, None].iterator.toint() + Int64(place) * 4
+        return Guess(address, loaded(Int32(-1), address))
 
     def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32) -> tuple[Int32, Int64]:
         """Return (row, 0) of a range, or (-1, where a list has it)."""
         if mIndex is None:
             return first + place, Int64(0)
-        return Int32(-1), mIndex[token, None].iterator.toint() + Int64(place) * 4
+        return Int32(-1), mIndex[token, None].iterator.toint() + Int64(first + place) * 4
 
     @cute.jit
     def fetch(

@@ -18,7 +18,7 @@ from registers: lanes of a quad exchange words (`across_quad`), and stages are f
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, Int64
 from dsv4lib.dsl import wgmma
 from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
-from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, LOG2_E, P_BYTES, TILE_M, TILE_N
+from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, P_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import (
     COLUMNS,
     QK_STEPS,
@@ -99,16 +99,6 @@ class PrefillAttend(PrefillKeys, Attend):
                     self.second_of_pair(ring, parity, last, queries, exchange, scale_log2, rO, softmax)
                 parity = parity ^ 1
             self.finish_token(outputs, sinks, Place(group, row, tidx % 4, token, first), heads, rO, softmax)
-
-    @cute.jit
-    def sinks_of(self, mSink: Any, head: Int32, heads: Int32):
-        """Load the sinks of a thread's rows; without them -inf."""
-        found = cute.make_rmem_tensor(ROWS, Float32)
-        found.fill(-Float32.inf)
-        if cutlass.const_expr(self.sink):
-            for j in cutlass.range_constexpr(ROWS):
-                found[j] = mSink[cutlass.min(head + 8 * j, heads - 1)] * LOG2_E
-        return found
 
     @cute.jit
     def first_of_pair(
@@ -310,10 +300,14 @@ class PrefillAttend(PrefillKeys, Attend):
                 two = [rO[4 * i + 2 * j + k] * o_scale for k in range(2)]
                 if cutlass.const_expr(self.inverse_rope and 8 * i >= DIMS - 64):
                     two = self.rotated(rope, place, 4 * (i - (DIMS - 64) // 8), total, two)
-                words.append(packed(*two))
+                if cutlass.const_expr(self.partial):
+                    if head < heads:
+                        store_two(mO[place.token, head, None].iterator.toint(), place, i, two)
+                else:
+                    words.append(packed(*two))
             target = mO[place.token, cutlass.min(head, heads - 1), None].iterator.toint()
             target = target + 2 * (place.group * DIMS + 8 * place.pair)
-            for four in cutlass.range_constexpr(DIMS // 32):
+            for four in cutlass.range_constexpr(len(words) // 4):
                 own = across_quad(words[4 * four : 4 * four + 4], place.pair)
                 if head < heads:
                     store16(target + 64 * four, own)
@@ -330,6 +324,12 @@ def across_quad(words: list, t: Int32) -> list:
             words[low] = cutlass.select_(upper, found, words[low])
             words[high] = cutlass.select_(upper, words[high], found)
     return words
+
+
+def store_two(row: Int64, place: Place, i: int, two: list) -> None:
+    """Store columns 8 i + 2 t and the next of a warpgroup's dimensions in fp32."""
+    target = row + 4 * (place.group * DIMS + 2 * place.pair)
+    asm(f"st.global.v2.f32 [$0 + {32 * i}], {{$1, $2}};", [], [target, *two])
 
 
 def store16(target: Int64, words: list) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dsv4lib.dsl.budget import SMEM_ALIGN, SMEM_LIMIT, BudgetRow, whole_atoms
-from dsv4lib.errors import ConfigError
 from dsv4lib.ops.fmha.config import P_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.config import (
     HEAD_DIM,
@@ -21,21 +20,7 @@ P_READY = 2  # named barriers: P of tile 0 of a pair, then of tile 1
 
 
 class PrefillConfig(Config):
-    """Options of the kernel: those of `Config`, never partial."""
-
-    def __init__(
-        self,
-        entries: str = "index",
-        window: bool = True,
-        window_index: bool = True,
-        sink: bool = True,
-        inverse_rope: bool = False,
-        partial: bool = False,
-        producer_warps: int = 8,
-    ):
-        if partial:
-            raise ConfigError("partial", partial, "False: enough tokens fill the GPU without splits")
-        super().__init__(entries, window, window_index, sink, inverse_rope, producer_warps=producer_warps)
+    """Options of the kernel: those of `Config`."""
 
     def budget(self) -> list[BudgetRow]:
         """Compute shared memory, registers and threads of one CTA."""

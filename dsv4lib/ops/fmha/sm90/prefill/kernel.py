@@ -60,7 +60,7 @@ from dsv4lib.ops.fmha.sm90.keys import KeySources, Ring
 from dsv4lib.ops.fmha.sm90.prefill.attend import Exchange, PrefillAttend
 from dsv4lib.ops.fmha.sm90.prefill.config import ROWS_BYTES, PrefillConfig
 from dsv4lib.ops.fmha.sm90.prefill.keys import HALVES, Queries
-from dsv4lib.ops.fmha.work import Items, KeyList, KeyLists, KeyRows, Outputs
+from dsv4lib.ops.fmha.work import Items, KeyList, KeyLists, KeyRows, KeySplits, Outputs
 
 
 class PrefillFmha(PrefillAttend, PrefillConfig):
@@ -79,10 +79,11 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         mO: cute.Tensor,
         mLse: cute.Tensor,
         scale: Float32,
+        splits: KeySplits,
         ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """Host side: the launch. Arguments as of `DecodeFmha`; ctas: of each block of heads."""
+        """Host side: the launch. Arguments as of `DecodeFmha`; ctas: of each split and block of heads."""
 
         @cute.struct
         class Storage:
@@ -103,8 +104,8 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
             None if cutlass.const_expr(not self.window) else KeyList(*window[1:]),
         )
         sources, outputs = self.key_sources(entries, window), Outputs(mSink, rope, mO, mLse)
-        self.kernel(mQ, sources, lists, outputs, scale * LOG2_E).launch(
-            grid=(ctas, cute.ceil_div(mQ.shape[1], TILE_M), 1),
+        self.kernel(mQ, sources, lists, outputs, scale * LOG2_E, splits).launch(
+            grid=(ctas, cute.ceil_div(mQ.shape[1], TILE_M), splits.splits),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -114,7 +115,15 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
     # ---------------------------------------------------------------- device
 
     @cute.kernel
-    def kernel(self, mQ: cute.Tensor, sources: KeySources, lists: KeyLists, outputs: Outputs, scale_log2: Float32):
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        sources: KeySources,
+        lists: KeyLists,
+        outputs: Outputs,
+        scale_log2: Float32,
+        splits: KeySplits,
+    ):
         """Set-up shared by all warps, then one role each."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -131,9 +140,9 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         cute.arch.barrier(barrier_id=0, number_of_threads=self.threads)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        first, _, _ = cute.arch.block_idx()
+        first, _, split = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
-        items = Items(None, None, None, first, mQ.shape[0], step)
+        items = Items(None, splits, split, first, mQ.shape[0], step)
         valid = storage.valid.get_tensor(cute.make_layout((2, STAGES)))
         ring = Ring(storage.keys.data_ptr().toint(), valid, full, empty)
         pairs = storage.pairs.get_tensor(cute.make_layout(1))
@@ -144,4 +153,8 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
             self.produce_all(mQ, sources, lists, items, ring, queries)
         else:
             cute.arch.setmaxregister_increase(self.registers.math)
-            self.attend_all(mQ.shape[1], items, ring, queries, exchange, outputs, scale_log2)
+            sink, rope, mO, mLse = outputs
+            if cutlass.const_expr(self.partial):
+                mO, mLse = mO[split, None, None, None], mLse[split, None, None]
+            own = Outputs(sink, rope, mO, mLse)
+            self.attend_all(mQ.shape[1], items, ring, queries, exchange, own, scale_log2)

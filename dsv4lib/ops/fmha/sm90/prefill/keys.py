@@ -80,12 +80,21 @@ class PrefillKeys(Keys):
         entries = cutlass.select_(there, there_are(counts.entries), Int32(0))
         window = cutlass.select_(there, there_are(counts.window), Int32(0))
         window_at, tiles = self.places(entries, window)
+        entry_row = counts.first_entry
+        if cutlass.const_expr(self.partial):
+            each = self.even(cute.ceil_div(tiles, items.splits.splits))
+            first = cutlass.min(items.split * each, tiles)
+            end = cutlass.min(first + each, tiles)
+            tiles = end - first
+            first, end = first * TILE_N, end * TILE_N
+            entries, window = cutlass.min(entries, end) - first, cutlass.min(window, end - window_at)
+            window_at, entry_row = window_at - first, entry_row + first
         tiles = self.even(tiles)
         return Span(
             cutlass.min(token, items.end - 1),
             entries,
             window,
-            counts.first_entry,
+            entry_row,
             counts.first_window,
             window_at,
             tiles,
