@@ -69,7 +69,7 @@ def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, bool, i
     for splits in SPLITS[layer, tokens]:
         for warps, early in FORMS:
             yield DecodeFmha, warps, early, splits
-            if not early:
+            if splits not in (10, 6):
                 yield PrefillFmha, warps, early, splits
 
 

@@ -25,7 +25,7 @@ from dsv4lib.dsl.asm import asm
 from dsv4lib.formats.kv_entry import GROUPS, LAYOUT
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_N
 from dsv4lib.ops.fmha.sm90.config import MATH_WARPS, STAGE_BYTES, STAGES, Config
-from dsv4lib.ops.fmha.work import Items, KeyLists, KeyRows, Work
+from dsv4lib.ops.fmha.work import Items, KeyLists, KeyRows, KeySplits, Work
 
 LARGEST = 134  # byte of a scale whose 2^(e + 120) is a number of bf16
 
@@ -141,6 +141,10 @@ class Keys(Config):
                 index, address = guess.index, Int64(0)
         return loaded(index, address)
 
+    def tiles_of_split(self, tiles: Int32, splits: KeySplits) -> Int32:
+        """Return how many tiles of a token a split has, but for the last ones."""
+        return cute.ceil_div(tiles, splits.splits)
+
     @cute.jit
     def guess(self, lists: KeyLists, items: Items):
         """Load the index that this lane needs first if every list is as long as it can be, beside the lists' lengths.
@@ -155,12 +159,12 @@ class Keys(Config):
         if cutlass.const_expr(self.partial):
             most = [Int32(0) if one is None or one.index is None else one.index.shape[1] for one in lists]
             _, tiles = self.places(*most)
-            tile = items.split * cute.ceil_div(tiles, items.splits.splits)
+            tile = items.split * self.tiles_of_split(tiles, items.splits)
         thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
         place = tile * TILE_N + (thread >> 5) * self.keys + (thread & self.keys - 1)
         address = Int64(0)
         if place >= 0 and place < width:
-            address = keys.index[items.first, None].iterator.toint() + Int64(place) * 4
+            address = keys.index[cutlass.min(items.first, items.end - 1), None].iterator.toint() + Int64(place) * 4
         return Guess(address, loaded(Int32(-1), address))
 
     def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32) -> tuple[Int32, Int64]:

@@ -9,7 +9,7 @@ half is free when the warpgroup that multiplies P by it has done so.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,7 +22,7 @@ from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
 from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, MATH_WARPS, STAGE_BYTES
 from dsv4lib.ops.fmha.sm90.keys import Keys, KeySources, Ring, convert, loaded
-from dsv4lib.ops.fmha.work import Items, KeyLists, there_are
+from dsv4lib.ops.fmha.work import Items, KeyLists, KeySplits, there_are
 
 HALVES = 2  # of a stage: dimensions of either math warpgroup
 CHUNKS_OF = tuple(kv_entry.Chunks(4 * half, 4 * half + 4) for half in range(HALVES))
@@ -82,7 +82,7 @@ class PrefillKeys(Keys):
         window_at, tiles = self.places(entries, window)
         entry_row = counts.first_entry
         if cutlass.const_expr(self.partial):
-            each = self.even(cute.ceil_div(tiles, items.splits.splits))
+            each = self.tiles_of_split(tiles, items.splits)
             first = cutlass.min(items.split * each, tiles)
             end = cutlass.min(first + each, tiles)
             tiles = end - first
@@ -99,6 +99,10 @@ class PrefillKeys(Keys):
             window_at,
             tiles,
         )
+
+    def tiles_of_split(self, tiles: Int32, splits: KeySplits) -> Int32:
+        """See `Keys.tiles_of_split`: whole pairs."""
+        return self.even(cute.ceil_div(tiles, splits.splits))
 
     def even(self, tiles: Int32) -> Int32:
         """Round up to an even number of tiles, 2 or more."""
@@ -122,9 +126,14 @@ class PrefillKeys(Keys):
         scales = cute.make_rmem_tensor((2, batches), Int32)
         pools = self.lane_pools(sources)
         first, step = items.first, items.step
+        guess = None
+        if cutlass.const_expr(self.early):
+            guess = self.guess(lists, items)
+            if first < items.end:
+                self.copy_queries(mQ, first, queries)
         now = self.span(self.counts(lists, items, first), items, first)
         following = self.span(self.counts(lists, items, first + step), items, first + step)
-        index, in_window = self.next_entry(lists, now, following, Int32(0), own)
+        index, in_window = self.next_entry(lists, now, following, Int32(0), own, guess)
         for batch in cutlass.range_constexpr(batches):
             self.start(pools, index, in_window, batch, held, raw, scales)
         there = cute.arch.vote_ballot_sync(index >= 0)
@@ -134,7 +143,11 @@ class PrefillKeys(Keys):
         for token in cutlass.range(first, items.end, step, unroll=1):
             self.wait_for_room(queries, q_parity)
             q_parity = q_parity ^ 1
-            self.load_queries(mQ, token, now.tiles, queries)
+            self.store_pairs(now.tiles, queries)
+            if cutlass.const_expr(not self.early):
+                self.copy_queries(mQ, token, queries)
+            elif token > first:
+                self.copy_queries(mQ, token, queries)
             self.prefetch_queries(mQ, token + step, items)
             coming = self.counts(lists, items, token + 2 * step)
             for tile in cutlass.range(now.tiles, unroll=1):
@@ -158,7 +171,7 @@ class PrefillKeys(Keys):
             following = self.span(coming, items, token + 2 * step)
 
     @cute.jit
-    def next_entry(self, lists: KeyLists, now: Span, following: Span, tile: Int32, key: Int32):
+    def next_entry(self, lists: KeyLists, now: Span, following: Span, tile: Int32, key: Int32, guess: Any = None):
         """Return (index of the ``key``-th entry of a tile, whether it is of the window); -1: none.
 
         Tiles past the end of a token are those of the next one.
@@ -178,6 +191,9 @@ class PrefillKeys(Keys):
                 in_window = Int32(1)
                 if place < window:
                     index, address = self.named(lists.window.index, token, place, window_row)
+        if cutlass.const_expr(guess is not None):
+            if address == guess.address:
+                index, address = guess.index, Int64(0)
         return loaded(index, address), in_window
 
     @cute.jit
@@ -209,13 +225,17 @@ class PrefillKeys(Keys):
         cute.arch.mbarrier_wait(queries.empty, parity)
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, token: Int32, tiles: Int32, queries: Queries):
+    def store_pairs(self, tiles: Int32, queries: Queries):
+        """Say how many pairs of tiles the next token has."""
+        if cute.arch.thread_idx()[0] == 32 * MATH_WARPS:
+            queries.pairs[0] = tiles >> 1
+            cute.arch.mbarrier_arrive(queries.full)
+
+    @cute.jit
+    def copy_queries(self, mQ: cute.Tensor, token: Int32, queries: Queries):
         """Start the copies of 64 heads of Q. Rows of the 128-byte swizzle; rows that are no heads are zeros."""
         pieces, threads = HEAD_DIM * 2 // PIECE, 32 * self.producer_warps
         thread = cute.arch.thread_idx()[0] & threads - 1
-        if thread == 0:
-            queries.pairs[0] = tiles >> 1
-            cute.arch.mbarrier_arrive(queries.full)
         piece, row = thread & pieces - 1, thread >> pieces.bit_length() - 1
         first, heads = self.head_block() * TILE_M, mQ.shape[1]
         target = queries.smem + (piece >> 3) * CHUNK_BYTES
