@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,24 +74,41 @@ def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, bool, i
                 yield PrefillFmha, warps, early, splits
 
 
-def caller(given: Given, kind: type, warps: int, early: bool, splits: int, o: torch.Tensor) -> Call:
-    """Return a call of one variant."""
-    tokens, heads, dim = given["q"].shape
-    settings = {
-        "entries": "none" if given["index"] is None else "index",
+def compile_all(processes: int) -> None:
+    """Compile every variant into the cache, so many at once."""
+    wanted = []
+    for (layer, tokens), _ in SPLITS.items():
+        for kind, warps, early, splits in variants(layer, tokens):
+            settings = {**settings_of(layer is not LayerKind.SWA, splits), "producer_warps": warps, "early": early}
+            one = kind, settings, arguments.fake_args, ARCH
+            if one not in wanted:
+                wanted.append(one)
+    probes.get_all(wanted, processes)
+
+
+def settings_of(entries: bool, splits: int) -> dict[str, Any]:
+    """Return options of a kernel of so many splits, with or without entries."""
+    whole = {
+        "entries": "index" if entries else "none",
         "window": True,
         "window_index": True,
         "sink": True,
         "inverse_rope": False,
     }
-    of_split, ends = parts(settings)
+    return whole if splits == 1 else parts(whole)[0]
+
+
+def caller(given: Given, kind: type, warps: int, early: bool, splits: int, o: torch.Tensor) -> Call:
+    """Return a call of one variant."""
+    tokens, heads, dim = given["q"].shape
+    settings = settings_of(given["index"] is not None, splits)
     get = compile_cache.default().get
-    options = {**(settings if splits == 1 else of_split), "producer_warps": warps, "early": early}
+    options = {**settings, "producer_warps": warps, "early": early}
     kernel, code = get(kind, options, arguments.fake_args, ARCH)
     pool = given["pages"], bench.PAGE
     entries = None if given["index"] is None else KeyRows(pool, given["index"], None, given["count"])
     keys = entries, KeyRows(pool, given["window"], None, given["window_count"])
-    scale, lse = dim**-0.5, torch.empty(tokens, heads, device="cuda")
+    scale, lse = dim**-0.5, torch.empty(tokens, heads, device=o.device)
     if splits == 1:
 
         def whole() -> None:
@@ -101,9 +119,12 @@ def caller(given: Given, kind: type, warps: int, early: bool, splits: int, o: to
             launching.enqueue("native", code, args)
 
         return whole
-    partial = torch.empty(splits, tokens, heads, dim, device="cuda"), torch.empty(splits, tokens, heads, device="cuda")
+    partial = (
+        torch.empty(splits, tokens, heads, dim, device=o.device),
+        torch.empty(splits, tokens, heads, device=o.device),
+    )
     at_once = loads_at_once(splits, tokens * heads)
-    combine, combine_code = get(Combine, {**ends, "at_once": at_once}, both.fake_args, ARCH)
+    combine, combine_code = get(Combine, {**parts(settings)[1], "sink": True, "at_once": at_once}, both.fake_args, ARCH)
 
     def split() -> None:
         stream = launching.stream("native", o)
@@ -118,8 +139,9 @@ def caller(given: Given, kind: type, warps: int, early: bool, splits: int, o: to
     return split
 
 
-def run(_processes: int) -> list[AttentionTimes]:
+def run(processes: int) -> list[AttentionTimes]:
     """Measure all variants on the GPU here, each checked before it is timed."""
+    compile_all(processes)
     clock, rows = GpuClock(), []
     for layer in LAYERS:
         for tokens in (1, 8, 32, 128):
