@@ -48,7 +48,7 @@ SPLITS = {  # that are timed, by layer and tokens
     (LayerKind.HCA, 32): (1, 2, 3),
     (LayerKind.HCA, 128): (1,),
 }
-FORMS = (4, False), (8, False), (8, True)  # producer warps, early loads
+FORMS = (4, 0), (8, 0), (8, 1), (8, 2)  # producer warps; loads early; 2: and entries prefetched
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ class AttentionTimes:
     cold_us: float
 
 
-def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, bool, int]]:
+def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, int, int]]:
     """Yield (kernel, producer warps, early, splits) of what is timed."""
     for splits in SPLITS[layer, tokens]:
         for warps, early in FORMS:
-            yield DecodeFmha, warps, early, splits
+            if early < 2:
+                yield DecodeFmha, warps, early, splits
             if splits not in (10, 6):
                 yield PrefillFmha, warps, early, splits
 
@@ -79,11 +80,16 @@ def compile_all(processes: int) -> None:
     wanted = []
     for (layer, tokens), _ in SPLITS.items():
         for kind, warps, early, splits in variants(layer, tokens):
-            settings = {**settings_of(layer is not LayerKind.SWA, splits), "producer_warps": warps, "early": early}
+            settings = {**settings_of(layer is not LayerKind.SWA, splits), "producer_warps": warps, **early_of(early)}
             one = kind, settings, arguments.fake_args, ARCH
             if one not in wanted:
                 wanted.append(one)
     probes.get_all(wanted, processes)
+
+
+def early_of(early: int) -> dict[str, bool]:
+    """Return options of a kernel that asks so early."""
+    return {"early": early > 0, "prefetch": early > 1}
 
 
 def settings_of(entries: bool, splits: int) -> dict[str, Any]:
@@ -98,12 +104,12 @@ def settings_of(entries: bool, splits: int) -> dict[str, Any]:
     return whole if splits == 1 else parts(whole)[0]
 
 
-def caller(given: Given, kind: type, warps: int, early: bool, splits: int, o: torch.Tensor) -> Call:
+def caller(given: Given, kind: type, warps: int, early: int, splits: int, o: torch.Tensor) -> Call:
     """Return a call of one variant."""
     tokens, heads, dim = given["q"].shape
     settings = settings_of(given["index"] is not None, splits)
     get = compile_cache.default().get
-    options = {**settings, "producer_warps": warps, "early": early}
+    options = {**settings, "producer_warps": warps, **early_of(early)}
     kernel, code = get(kind, options, arguments.fake_args, ARCH)
     pool = given["pages"], bench.PAGE
     entries = None if given["index"] is None else KeyRows(pool, given["index"], None, given["count"])
