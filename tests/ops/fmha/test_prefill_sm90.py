@@ -150,13 +150,19 @@ def test_a_tile_takes_fewer_instructions_than_in_the_kernel_of_few_tokens():
     assert found[PrefillFmha] < 0.95 * found[DecodeFmha]
 
 
-@pytest.mark.parametrize("name", cases("NoProxyFence", "HastyP", "OwnMaximum", full=("HastyQueries", "LastTileLost")))
+FOUND_BY_DEFAULT = "NoProxyFence", "HastyP", "OwnMaximum", "OddSplits"
+
+
+@pytest.mark.parametrize("name", cases(*FOUND_BY_DEFAULT, full=("HastyQueries", "LastTileLost")))
 def test_faults_are_found(name):
     options, one = {}, paged(case(64, [150, 3], [33, 70], seed=3), 48)
-    outcome = run(options, one, FAULTS[name])
+    given = {"splits": 2} if name == "OddSplits" else {}
+    if given:
+        options = {"sink": False, "partial": True}
+    outcome = run(options, one, FAULTS[name], **given)
     kinds = {hazard.kind for hazard in outcome.hazards}
     assert CAUGHT_BY[name] in kinds | ({"wrong numbers"} if not outcome.right else set()), outcome.findings()
-    assert run(options, one, PrefillFmha).clean
+    assert run(options, one, PrefillFmha, **given).clean
 
 
 def test_every_fault_has_its_finder():

@@ -136,8 +136,13 @@ class Keys(Config):
                 place = place - work.window_at
                 if place >= 0 and place < work.window:
                     index, address = self.named(lists.window.index, work.token, place, work.window_row)
+        return self.known(index, address, guess)
+
+    @cute.jit
+    def known(self, index: Int32, address: Int64, guess: Any):
+        """Load the index at ``address`` unless the `Guess` has it; ``index`` where the address is 0."""
         if cutlass.const_expr(guess is not None):
-            if address == guess.address:
+            if address != 0 and address == guess.address:
                 index, address = guess.index, Int64(0)
         return loaded(index, address)
 

@@ -22,7 +22,7 @@ from dsv4lib.formats.kv_entry import LAYOUT
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
 from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, MATH_WARPS, STAGE_BYTES
-from dsv4lib.ops.fmha.sm90.keys import Keys, KeySources, Ring, convert, loaded
+from dsv4lib.ops.fmha.sm90.keys import Keys, KeySources, Ring, convert
 from dsv4lib.ops.fmha.work import Items, KeyLists, KeySplits, there_are
 
 HALVES = 2  # of a stage: dimensions of either math warpgroup
@@ -85,10 +85,9 @@ class PrefillKeys(Keys):
         if cutlass.const_expr(self.partial):
             each = self.tiles_of_split(tiles, items.splits)
             first = cutlass.min(items.split * each, tiles)
-            end = cutlass.min(first + each, tiles)
-            tiles = end - first
-            first, end = first * TILE_N, end * TILE_N
-            entries, window = cutlass.min(entries, end) - first, cutlass.min(window, end - window_at)
+            tiles = cutlass.min(first + each, tiles) - first
+            first = first * TILE_N
+            entries = entries - first
             window_at, entry_row = window_at - first, entry_row + first
         tiles = self.even(tiles)
         return Span(
@@ -102,7 +101,7 @@ class PrefillKeys(Keys):
         )
 
     def tiles_of_split(self, tiles: Int32, splits: KeySplits) -> Int32:
-        """See `Keys.tiles_of_split`: whole pairs."""
+        """See `Keys.tiles_of_split`. Whole pairs: a tile that makes a number even is never the next split's."""
         return self.even(cute.ceil_div(tiles, splits.splits))
 
     def even(self, tiles: Int32) -> Int32:
@@ -194,10 +193,7 @@ class PrefillKeys(Keys):
                 in_window = Int32(1)
                 if place < window:
                     index, address = self.named(lists.window.index, token, place, window_row)
-        if cutlass.const_expr(guess is not None):
-            if address == guess.address:
-                index, address = guess.index, Int64(0)
-        return loaded(index, address), in_window
+        return self.known(index, address, guess), in_window
 
     @cute.jit
     def start(
