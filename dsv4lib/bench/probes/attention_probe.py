@@ -33,6 +33,8 @@ from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.ops.fmha.work import KeyRows
 
 ARCH = "sm_90a"
+SMS = 132
+CHUNK = 4096  # tokens of a prefill
 LAYERS = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 SPLITS = {  # that are timed, by layer and tokens
     (LayerKind.SWA, 1): (1, 2),
@@ -43,6 +45,7 @@ SPLITS = {  # that are timed, by layer and tokens
     (LayerKind.CSA, 8): (2, 3, 5, 10),
     (LayerKind.CSA, 32): (1, 2, 3, 4),
     (LayerKind.CSA, 128): (1,),
+    (LayerKind.CSA, CHUNK): (1,),
     (LayerKind.HCA, 1): (3, 6),
     (LayerKind.HCA, 8): (2, 3, 6),
     (LayerKind.HCA, 32): (1, 2, 3),
@@ -69,7 +72,7 @@ def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, int, in
     """Yield (kernel, producer warps, early, splits) of what is timed."""
     for splits in SPLITS[layer, tokens]:
         for warps, early in FORMS:
-            if early < 2:
+            if early < 2 and tokens < CHUNK:
                 yield DecodeFmha, warps, early, splits
             if splits not in (10, 6):
                 yield PrefillFmha, warps, early, splits
@@ -120,7 +123,7 @@ def caller(given: Given, kind: type, warps: int, early: int, splits: int, o: tor
         def whole() -> None:
             stream = launching.stream("native", o)
             args = arguments.launch_args(
-                kernel, given["q"], *keys, given["sink"], None, o, lse, scale, 1, stream, ctas=tokens
+                kernel, given["q"], *keys, given["sink"], None, o, lse, scale, 1, stream, ctas=min(tokens, SMS)
             )
             launching.enqueue("native", code, args)
 
@@ -135,7 +138,7 @@ def caller(given: Given, kind: type, warps: int, early: int, splits: int, o: tor
     def split() -> None:
         stream = launching.stream("native", o)
         args = arguments.launch_args(
-            kernel, given["q"], *keys, None, None, *partial, scale, splits, stream, ctas=tokens
+            kernel, given["q"], *keys, None, None, *partial, scale, splits, stream, ctas=min(tokens, SMS)
         )
         launching.enqueue("native", code, args)
         launching.enqueue(
@@ -150,8 +153,12 @@ def run(processes: int) -> list[AttentionTimes]:
     compile_all(processes)
     clock, rows = GpuClock(), []
     for layer in LAYERS:
-        for tokens in (1, 8, 32, 128):
-            given = bench.given_of(bench.shape(FLASH, layer), tokens, torch.Generator("cuda").manual_seed(0))
+        for tokens in (n for kind, n in SPLITS if kind is layer):
+            shape, generator = bench.shape(FLASH, layer), torch.Generator("cuda").manual_seed(0)
+            if tokens == CHUNK:
+                given = bench.prefill_of(shape, tokens, bench.CONTEXT // FLASH.rate(layer), generator)
+            else:
+                given = bench.given_of(shape, tokens, generator)
             calls, names = [], []
             for kind, warps, early, splits in variants(layer, tokens):
                 o = torch.full((tokens, FLASH.n_heads, kv_entry.HEAD_DIM), float("nan"), device="cuda").bfloat16()

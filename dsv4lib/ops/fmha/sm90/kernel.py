@@ -4,28 +4,29 @@
 
 Tile picture (`budget` computes the numbers)
 
-    64 keys                      registers of 4 warps            SMEM                      2 math warpgroups
-    index -> 576 + 8 B --ld-->  | 18 words a lane, a tile  | -> | keys 2 x 65,536 B | ---> S 64 x 64   (both: all heads,
+    64 keys                      registers of 8 warps            SMEM                      2 math warpgroups
+    index -> 576 + 8 B --ld-->  |  9 words a lane, a tile  | -> | keys 2 x 65,536 B | ---> S 64 x 64   (both: all heads,
              an entry           | ahead; E4M3 -> bf16 x 2^e|    | a bit a key       |  |                all dimensions)
                                 +--------------------------+    | 4 mbarriers       |  |   P = exp2(S - row_max), bf16
     Q 64 x 512 -----------------cp.async--------------------->  | Q 65,536 B        | -+-> O 64 x 256 each, fp32
                                                                 +-------------------+
 
-Roles (3 warpgroups, 384 threads)
+Roles (4 warpgroups, 512 threads)
 
     warps 0-7    math       Q once; a tile: Q K^T, softmax, P V with 256 of the dimensions (`attend`)
-    warps 8-11   producer   16 keys each; loads of the next tile go out before this one's stage is free (`keys`)
+    warps 8-15   producer   8 keys each; loads of the next tile go out before this one's stage is free (`keys`)
 
 Pipeline   producer -> math, 2 stages
 
     full     an arrival a producer thread; math threads then fence the proxies
     empty    an arrival a math warp, after its P V
 
-Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 192 a
-math thread (128 of O, 32 of S) and 120 a producer thread (72 of raw entries).
+Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 128 at the start, then 192 a
+math thread (128 of O, 32 of S) and 64 a producer thread (36 of raw entries).
 
 A grid of tokens x blocks of 64 heads x splits of the keys, which `ops.fmha.combine` adds up. Tiles and splits are those
-of `ops.fmha.work`. Launches overlap: a CTA makes its barriers, then waits for the kernel before.
+of `ops.fmha.work`. Launches overlap: a CTA makes its barriers, then waits for the kernel before. Q and the first tile's
+indices are asked for together with the lengths of the lists (`Keys.guess`), not after them.
 
 Source: DSV4 paper eq. 27; PTX ISA, "wgmma", "Matrix Descriptor Format".
 """

@@ -1,7 +1,7 @@
 """How 584-byte entries become bf16 tiles on Hopper. Loads to registers, conversion, stores to shared memory.
 
-A warp has 16 keys of a tile, in two batches of 8 (`dsl.kv_entry`: 4 lanes an entry). A batch lives in registers from
-its loads to its conversion, so the loads of tile j + 1 are under way while its stage is waited for. Hopper has no
+A warp has 8 keys of a tile (`dsl.kv_entry`: 4 lanes an entry). They live in registers from their loads to their
+conversion, so the loads of tile j + 1 are under way while its stage is waited for. Hopper has no
 conversion that scales, and one to bf16 takes three steps. So the bits of a code are moved to where bf16 has them:
 
     E4M3  s eeee mmm    ->    bf16  s 0000eeee mmm0000    is 2^-120 as large, also where it is subnormal

@@ -1,4 +1,4 @@
-"""Attention of many tokens on Hopper over 584-byte entries. 64 heads of a token at a time, keys dequantised on the way.
+"""Attention on Hopper over 584-byte entries, tiles in pairs. 64 heads of a token at a time.
 
     s_j = scale * (q . kv_j)        o = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})        j over entries and window
 
@@ -7,19 +7,19 @@ launch takes. Here MMAs do, and S is computed once (`attend`). The bits are the 
 
 Tile picture (`budget` computes the numbers)
 
-    64 keys                      registers of 4 warps            SMEM                      2 math warpgroups
-    index -> 576 + 8 B --ld-->  | 18 words a lane, a tile  | -> | keys 2 x 65,536 B | ---> S 64 x 64 of one tile each
+    64 keys                      registers of 8 warps            SMEM                      2 math warpgroups
+    index -> 576 + 8 B --ld-->  |  9 words a lane, a tile  | -> | keys 2 x 65,536 B | ---> S 64 x 64 of one tile each
              an entry           | ahead; E4M3 -> bf16 x 2^e|    | a bit a key       |  |
                                 +--------------------------+    | Q 65,536 B        | <-+   P = exp2(S - row_max)
     Q 64 x 512 -----------------cp.async--------------------->  | P 2 x 8,192 B     | <-->  exchanged, bf16
                                                                 | rows 2 x 2,048 B  | <-->  row_max, row_sum
                                                                 +-------------------+ ---> O 64 x 256 each, fp32
 
-Roles (3 warpgroups, 384 threads)
+Roles (4 warpgroups, 512 threads)
 
     warps 0-3    math 0     S and P of the first tile of a pair; P V of both, dimensions 0 - 255 (`attend`)
     warps 4-7    math 1     the same of the second tile, dimensions 256 - 511
-    warps 8-11   producer   Q of the next token, 16 keys each of tile after tile (`prefill.keys`, `sm90.keys`)
+    warps 8-15   producer   Q of the next token, 8 keys each of tile after tile (`prefill.keys`, `sm90.keys`)
 
 Pipelines
 
@@ -30,7 +30,7 @@ Pipelines
     P        math <-> math, two named barriers: P of tile 0 is there; P of tile 1 is, and P of tile 0 was read
 
 CTAs are persistent: token after token, round robin, so that loads of the next token's Q and keys overlap the end of
-one. A grid of CTAs x blocks of 64 heads.
+one. A grid of CTAs x blocks of 64 heads x splits of the keys, which `ops.fmha.combine` adds up.
 
 A pair's order hides softmax and conversions: P0 while S1 is computed, P1 while P0 V0 is, the next K0 while P1 V1 is.
 What limits it is in data/bench/fmha.md: loads that the producer waits for, in the chain from one pair to the next.
