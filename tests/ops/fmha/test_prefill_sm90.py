@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsv4lib import backends
-from dsv4lib.errors import ConfigError
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.common import splits as split_choice
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
@@ -151,20 +150,28 @@ def test_a_tile_takes_fewer_instructions_than_in_the_kernel_of_few_tokens():
     assert found[PrefillFmha] < 0.95 * found[DecodeFmha]
 
 
-@pytest.mark.parametrize("name", cases("NoProxyFence", "HastyP", "OwnMaximum", full=("HastyQueries", "LastTileLost")))
+FOUND_BY_DEFAULT = "NoProxyFence", "HastyP", "OwnMaximum", "OddSplits"
+
+
+@pytest.mark.parametrize("name", cases(*FOUND_BY_DEFAULT, full=("HastyQueries", "LastTileLost")))
 def test_faults_are_found(name):
     options, one = {}, paged(case(64, [150, 3], [33, 70], seed=3), 48)
-    outcome = run(options, one, FAULTS[name])
+    given = {"splits": 2} if name == "OddSplits" else {}
+    if given:
+        options = {"sink": False, "partial": True}
+    outcome = run(options, one, FAULTS[name], **given)
     kinds = {hazard.kind for hazard in outcome.hazards}
     assert CAUGHT_BY[name] in kinds | ({"wrong numbers"} if not outcome.right else set()), outcome.findings()
-    assert run(options, one, PrefillFmha).clean
+    assert run(options, one, PrefillFmha, **given).clean
 
 
 def test_every_fault_has_its_finder():
     assert set(FAULTS) == set(CAUGHT_BY)
 
 
-def test_splits_are_refused():
-    with pytest.raises(ConfigError) as error:
-        PrefillFmha(sink=False, partial=True)
-    assert error.value.name == "partial"
+@pytest.mark.parametrize("splits", cases(3, full=(2, 7)))
+def test_splits_join_to_the_whole(splits):
+    """Splits of whole pairs: more than some tokens have; the first has no keys, the last's window starts in a pair."""
+    one = paged(case(37, [0, 200, 330], [0, 33, 128], seed=6), 64)
+    outcome = run({"sink": False, "partial": True}, one, PrefillFmha, splits=splits, ctas=2)
+    assert outcome.right and outcome.hazards == [], outcome.findings()

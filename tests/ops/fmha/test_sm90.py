@@ -25,6 +25,7 @@ RUNS = {  # options, case
     "window alone": ({"entries": "none"}, paged(decode_case(16, [-1, 0, 126, 5000]), 64)),
     "no window": ({"window": False}, paged(case(64, [130], [0], seed=4), 100)),
     "ranges": ({"entries": "range"}, paged(prefill_case(20, [5000], 2), 2, 64)),
+    "lists shorter than a tile": ({}, paged(case(20, [9, 3], [33, 128], seed=9), 64)),
     "Pro": ({}, paged(case(128, [150], [40], seed=5), 64, seed=1)),
 }
 LONG = {
@@ -133,9 +134,12 @@ def test_a_tile_takes_so_many_instructions():
     assert (runs[1] - runs[0]) / 8 < 9_390
 
 
-@pytest.mark.parametrize("name", cases("NoProxyFence", "EveryKeyCounts", "HastyEnd", full=("OwnSum", "FirstAngles")))
+FOUND_BY_DEFAULT = "NoProxyFence", "EveryKeyCounts", "HastyEnd", "BlindGuess"
+
+
+@pytest.mark.parametrize("name", cases(*FOUND_BY_DEFAULT, full=("OwnSum", "FirstAngles")))
 def test_faults_are_found(name):
-    options, one = {"inverse_rope": True}, paged(case(64, [70], [33]), 48)
+    options, one = {"inverse_rope": True}, paged(case(64, [70, 3], [33, 20]), 48)
     outcome = run(options, one, FAULTS[name])
     kinds = {hazard.kind for hazard in outcome.hazards}
     assert CAUGHT_BY[name] in kinds | ({"wrong numbers"} if not outcome.right else set()), outcome.findings()

@@ -14,8 +14,8 @@ from dsv4lib.ops.fmha.work import KeyRows
 def fake_args(kernel: DecodeFmha | PrefillFmha) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     q, entries, window, _, *rest, scale, splits, _, _, stream = arguments.fake_args(kernel)
-    last = Int32(1) if isinstance(kernel, PrefillFmha) else splits
-    return q, entries, window, *rest, scale, last, stream
+    ctas = (Int32(1),) if isinstance(kernel, PrefillFmha) else ()
+    return q, entries, window, *rest, scale, splits, *ctas, stream
 
 
 def launch_args(
@@ -35,11 +35,12 @@ def launch_args(
     """Make arguments of either kernel of torch tensors. As `ops.fmha.arguments.launch_args`.
 
     Args:
-        ctas: of a block of 64 heads of `PrefillFmha`, 1 or more; each takes token after token.
+        ctas: of a split and block of 64 heads of `PrefillFmha`, 1 or more; each takes token after token.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
     given = arguments.launch_args(kernel, q, entries, window, sink, rope, o, lse, scale, splits, stream)
     q, entries, window, _, *rest, scale, splits, _, _, stream = given
-    return q, entries, window, *rest, scale, Int32(ctas) if isinstance(kernel, PrefillFmha) else splits, stream
+    last = (Int32(ctas),) if isinstance(kernel, PrefillFmha) else ()
+    return q, entries, window, *rest, scale, splits, *last, stream

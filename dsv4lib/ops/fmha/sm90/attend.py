@@ -31,6 +31,7 @@ from dsv4lib.ops.fmha.work import Outputs, Work
 STEP = wgmma.STEP_BYTES
 QK_STEPS = [(c * CHUNK_BYTES + i * STEP,) * 2 for c in range(CHUNKS) for i in range(ROW_BYTES // STEP)]
 PV_STEPS = [16 * ROW_BYTES * i for i in range(TILE_N // 16)]
+COLUMNS = 128  # of O that an MMA adds to
 PIECE = 16  # bytes of a cp.async
 ROWS = 2  # of a thread's fragments
 
@@ -51,11 +52,13 @@ class Attend(Keys):
     @cute.jit
     def attend(self, mQ: cute.Tensor, work: Work, ring: Ring, sQ: Int32, outputs: Outputs, scale_log2: Float32):
         """Math warps: Q, the tiles of the token, O."""
-        tidx, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        row = tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4
-        place = Place(group, row, tidx % 4, work.token, self.head_block() * TILE_M)
-        self.load_q(mQ, place, sQ)
+        place = self.place(work.token)
+        sinks = None
+        if cutlass.const_expr(self.early):
+            sinks = self.sinks_of(outputs.sink, place.head + place.row, mQ.shape[1])
+        else:
+            self.load_q(mQ, place, sQ)
+        self.wait_for_q()
         q = wgmma.operand(sQ)
         rO = cute.make_rmem_tensor(DIMS // 2, Float32)
         row_max = cute.make_rmem_tensor(ROWS, Float32)
@@ -83,7 +86,15 @@ class Attend(Keys):
             stage = stage + 1
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
-        self.finish(outputs, place, mQ.shape[1], sQ, rO, row_max, row_sum)
+        self.finish(outputs, place, mQ.shape[1], sQ, sinks, rO, row_max, row_sum)
+
+    @cute.jit
+    def place(self, token: Int32):
+        """Return the `Place` of this thread."""
+        tidx, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        row = tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4
+        return Place(group, row, tidx % 4, token, self.head_block() * TILE_M)
 
     def visible_to_mma(self) -> None:
         """Make stores that this thread knows of visible to the tensor core. It reads through another proxy.
@@ -94,7 +105,7 @@ class Attend(Keys):
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, place: Place, sQ: Int32):
-        """Copy 64 heads of Q to shared memory, as rows of the 128-byte swizzle. Rows that are no heads are zeros."""
+        """Start the copies of 64 heads of Q, as rows of the 128-byte swizzle. Rows that are no heads are zeros."""
         tidx, _, _ = cute.arch.thread_idx()
         pieces = HEAD_DIM * 2 // PIECE
         piece = tidx % pieces
@@ -106,9 +117,22 @@ class Attend(Keys):
             source = mQ[place.token, cutlass.min(head, mQ.shape[1] - 1), None].iterator.toint() + piece * PIECE
             target = sQ + chunk * CHUNK_BYTES + row * ROW_BYTES + ((column ^ row) % 8 << 4)
             copy(target, source, size)
+
+    def wait_for_q(self) -> None:
+        """Wait until both math warpgroups' copies of Q are there."""
         asm("cp.async.wait_all;", [], [])
         self.visible_to_mma()
         self.sync_math()
+
+    @cute.jit
+    def sinks_of(self, mSink: Any, head: Int32, heads: Int32):
+        """Load the sinks of a thread's rows, times log2 e; without them -inf."""
+        found = cute.make_rmem_tensor(ROWS, Float32)
+        found.fill(-Float32.inf)
+        if cutlass.const_expr(self.sink):
+            for j in cutlass.range_constexpr(ROWS):
+                found[j] = mSink[cutlass.min(head + 8 * j, heads - 1)] * LOG2_E
+        return found
 
     @cute.jit
     def weigh(
@@ -188,12 +212,26 @@ class Attend(Keys):
         for step in range(TILE_N // 16):
             for i in (2 * step, 2 * step + 1):
                 a += [packed(rP[4 * i + 2 * j], rP[4 * i + 2 * j + 1]) for j in range(ROWS)]
+        self.keep(wgmma.wait_for(self.start_values(rO, a, values)), rO)
+
+    def start_values(self, rO: cute.Tensor, a: list, values: Int32) -> list:
+        """Issue O += P V, P a fragment. Return the sums, to be read after `wgmma.wait_for`.
+
+        MMAs of 128 columns: ptxas refuses more sums than the registers that a thread starts with.
+        """
         wgmma.fence()
-        sums = wgmma.accumulate([rO[c] for c in range(DIMS // 2)], a, wgmma.rows_of_k(values, CHUNK_BYTES), PV_STEPS)
+        sums = []
+        for first in range(0, DIMS, COLUMNS):
+            own = [rO[c] for c in range(first // 2, (first + COLUMNS) // 2)]
+            b = wgmma.rows_of_k(values + first // CHUNK * CHUNK_BYTES, CHUNK_BYTES)
+            sums += wgmma.accumulate(own, a, b, PV_STEPS)
         wgmma.commit()
-        sums = wgmma.wait_for(sums)
-        for c in range(DIMS // 2):
-            rO[c] = sums[c]
+        return sums
+
+    def keep(self, sums: list, registers: cute.Tensor) -> None:
+        """Write sums of MMAs to registers."""
+        for i, value in enumerate(sums):
+            registers[i] = value
 
     @cute.jit
     def finish(
@@ -202,6 +240,7 @@ class Attend(Keys):
         place: Place,
         heads: Int32,
         sQ: Int32,
+        sinks: Any,
         rO: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
@@ -220,8 +259,11 @@ class Attend(Keys):
             total = self.over_quad(row_sum[j], lambda a, b: a + b)
             denominator = total
             if cutlass.const_expr(self.sink):
-                sink = mSink[cutlass.min(head, heads - 1)]
-                denominator = total + cute.math.exp2(sink * LOG2_E - row_max[j], fastmath=True)
+                if cutlass.const_expr(self.early):
+                    sink = sinks[j]
+                else:
+                    sink = mSink[cutlass.min(head, heads - 1)] * LOG2_E
+                denominator = total + cute.math.exp2(sink - row_max[j], fastmath=True)
             o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
             if head < heads and place.group == 0 and place.pair == 0:
                 lse = (row_max[j] + cute.math.log2(total)) * math.log(2.0)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from dsv4lib.ops.fmha.sm90.attend import Place
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
-from dsv4lib.ops.fmha.sm90.keys import Ring
+from dsv4lib.ops.fmha.sm90.keys import Ring, loaded
 
 
 class NoProxyFence(DecodeFmha):
@@ -28,8 +28,7 @@ class EveryKeyCounts(DecodeFmha):
     @cute.jit
     def store_valid(self, ring: Ring, stage: Int32, warp: Int32, there: Int32):
         """See `Keys.store_valid`."""
-        halves = cute.recast_ptr(ring.valid.iterator, dtype=cutlass.Uint16)
-        cute.make_tensor(halves, 8)[stage * 4 + warp] = cutlass.Uint16(0xFFFF)  # WRONG
+        super().store_valid(ring, stage, warp, Int32(-1))  # WRONG
 
 
 class HastyEnd(DecodeFmha):
@@ -60,11 +59,24 @@ class FirstAngles(DecodeFmha):
         return a, b
 
 
-FAULTS = {kind.__name__: kind for kind in (NoProxyFence, EveryKeyCounts, HastyEnd, OwnSum, FirstAngles)}
+class BlindGuess(DecodeFmha):
+    """The index that was loaded before the lists' lengths were known is taken for the first one whatever they are."""
+
+    @cute.jit
+    def known(self, index: Int32, address: Int64, guess: object):
+        """See `Keys.known`."""
+        if cutlass.const_expr(guess is not None):
+            return guess.index  # WRONG
+        return loaded(index, address)
+
+
+KINDS = (NoProxyFence, EveryKeyCounts, HastyEnd, OwnSum, FirstAngles, BlindGuess)
+FAULTS = {kind.__name__: kind for kind in KINDS}
 CAUGHT_BY = {
     "NoProxyFence": "missing_proxy_fence",
     "EveryKeyCounts": "wrong numbers",
     "HastyEnd": "race_shared",
     "OwnSum": "wrong numbers",
     "FirstAngles": "wrong numbers",
+    "BlindGuess": "wrong numbers",
 }

@@ -1,7 +1,7 @@
 """How 584-byte entries become bf16 tiles on Hopper. Loads to registers, conversion, stores to shared memory.
 
-A warp has 16 keys of a tile, in two batches of 8 (`dsl.kv_entry`: 4 lanes an entry). A batch lives in registers from
-its loads to its conversion, so the loads of tile j + 1 are under way while its stage is waited for. Hopper has no
+A warp has 8 keys of a tile (`dsl.kv_entry`: 4 lanes an entry). They live in registers from their loads to their
+conversion, so the loads of tile j + 1 are under way while its stage is waited for. Hopper has no
 conversion that scales, and one to bf16 takes three steps. So the bits of a code are moved to where bf16 has them:
 
     E4M3  s eeee mmm    ->    bf16  s 0000eeee mmm0000    is 2^-120 as large, also where it is subnormal
@@ -22,12 +22,11 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from dsv4lib.dsl import kv_entry
 from dsv4lib.dsl.asm import asm
-from dsv4lib.formats.kv_entry import GROUPS
+from dsv4lib.formats.kv_entry import GROUPS, LAYOUT
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_N
-from dsv4lib.ops.fmha.sm90.config import KEYS, MATH_WARPS, STAGE_BYTES, STAGES, Config
-from dsv4lib.ops.fmha.work import KeyLists, KeyRows, Work
+from dsv4lib.ops.fmha.sm90.config import MATH_WARPS, STAGE_BYTES, STAGES, Config
+from dsv4lib.ops.fmha.work import Items, KeyLists, KeyRows, KeySplits, Work
 
-BATCHES = KEYS // kv_entry.ENTRIES_AT_ONCE
 LARGEST = 134  # byte of a scale whose 2^(e + 120) is a number of bf16
 
 
@@ -47,6 +46,13 @@ class Ring(NamedTuple):
     empty: cute.Pointer
 
 
+class Guess(NamedTuple):
+    """An index, and where it was loaded from before it was known to be needed; 0: nowhere."""
+
+    address: Int64
+    index: Int32
+
+
 class Keys(Config):
     """What the producer warps do."""
 
@@ -62,23 +68,20 @@ class Keys(Config):
         return KeySources(*found)
 
     @cute.jit
-    def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring):
+    def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring, guess: Any):
         """Producer warps: tile after tile."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
-        first_key = warp * KEYS
-        own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
+        first_key, batches = warp * self.keys, self.keys // kv_entry.ENTRIES_AT_ONCE
+        own = first_key + lane % self.keys  # the key of a tile whose index this lane reads
         key = first_key + lane // 4  # the one of batch 0 of which it brings a quarter
         offset = ring.keys + kv_entry.smem_offset(key, lane)
-        held = cute.make_rmem_tensor(BATCHES, Int32)
-        raw = cute.make_rmem_tensor((kv_entry.raw_words(), BATCHES), Int64)
-        scales = cute.make_rmem_tensor((2, BATCHES), Int32)
-        raw.fill(0)
-        for i in cutlass.range_constexpr(2 * BATCHES):
-            scales[i] = Int32(0)
-        pools = [None if source is None else kv_entry.lane_of(source) for source in sources]
-        index = self.entry(lists, work, work.first, own)
+        held = cute.make_rmem_tensor(batches, Int32)
+        raw = cute.make_rmem_tensor((kv_entry.raw_words(), batches), Int64)
+        scales = cute.make_rmem_tensor((2, batches), Int32)
+        pools = self.lane_pools(sources)
+        index = self.entry(lists, work, work.first, own, guess)
         place = work.first * TILE_N + key
-        for batch in cutlass.range_constexpr(BATCHES):
+        for batch in cutlass.range_constexpr(batches):
             self.fetch(pools, work, place, index, batch, held, raw, scales)
         ahead = self.entry(lists, work, work.first + 1, own)
         stage, parity = Int32(0), Int32(1)
@@ -87,7 +90,7 @@ class Keys(Config):
             index, ahead = ahead, self.entry(lists, work, tile + 2, own)
             place = (tile + 1) * TILE_N + key
             cute.arch.mbarrier_wait(ring.empty + stage, parity)
-            for batch in cutlass.range_constexpr(BATCHES):
+            for batch in cutlass.range_constexpr(batches):
                 rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                 convert(held[batch], raw[None, batch], scales[None, batch], rows)
                 self.fetch(pools, work, place, index, batch, held, raw, scales)
@@ -98,14 +101,31 @@ class Keys(Config):
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
 
-    @cute.jit
-    def store_valid(self, ring: Ring, stage: Int32, warp: Int32, there: Int32):
-        """Store a warp's 16 bits of the keys that are there."""
-        halves = cute.recast_ptr(ring.valid.iterator, dtype=cutlass.Uint16)
-        cute.make_tensor(halves, 4 * STAGES)[stage * 4 + warp] = cutlass.Uint16(there & 0xFFFF)
+    def lane_pools(self, sources: KeySources) -> list:
+        """Return the `LanePool` of each source, None where there is none.
+
+        A producer thread has few registers: what is the same in all lanes is not kept in them, nor anything twice.
+        """
+        pools = []
+        for source in sources:
+            if source is None:
+                pools.append(None)
+            else:
+                size = source.page_size * LAYOUT.data_bytes
+                pools.append(kv_entry.lane_of(source)._replace(scales=source.address + Int64(size)))
+        if None not in pools:
+            pools[1] = pools[1]._replace(piece=pools[0].piece)
+        return pools
 
     @cute.jit
-    def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32):
+    def store_valid(self, ring: Ring, stage: Int32, warp: Int32, there: Int32):
+        """Store a warp's bits of the keys that are there."""
+        bits = cutlass.Uint16 if cutlass.const_expr(self.keys == 16) else cutlass.Uint8
+        own = cute.make_tensor(cute.recast_ptr(ring.valid.iterator, dtype=bits), self.producer_warps * STAGES)
+        own[stage * self.producer_warps + warp] = bits(there & (1 << self.keys) - 1)
+
+    @cute.jit
+    def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32, guess: Any = None):
         """Return the index of the ``key``-th entry of a tile; -1: none."""
         index, address, place = Int32(-1), Int64(0), tile * TILE_N + key
         if tile < work.end:
@@ -116,13 +136,47 @@ class Keys(Config):
                 place = place - work.window_at
                 if place >= 0 and place < work.window:
                     index, address = self.named(lists.window.index, work.token, place, work.window_row)
+        return self.known(index, address, guess)
+
+    @cute.jit
+    def known(self, index: Int32, address: Int64, guess: Any):
+        """Load the index at ``address`` unless the `Guess` has it; ``index`` where the address is 0."""
+        if cutlass.const_expr(guess is not None):
+            if address != 0 and address == guess.address:
+                index, address = guess.index, Int64(0)
         return loaded(index, address)
+
+    def tiles_of_split(self, tiles: Int32, splits: KeySplits) -> Int32:
+        """Return how many tiles of a token a split has, but for the last ones."""
+        return cute.ceil_div(tiles, splits.splits)
+
+    @cute.jit
+    def guess(self, lists: KeyLists, items: Items):
+        """Load the index that this lane needs first if every list is as long as it can be, beside the lists' lengths.
+
+        It is of the entries where there are any: the first of a split begins with window keys rarely.
+        """
+        keys = lists.entries if cutlass.const_expr(self.entries == "index") else lists.window
+        if cutlass.const_expr(self.entries == "range" or keys.index is None):
+            return None
+        width = keys.index.shape[1]
+        tile = Int32(0)
+        if cutlass.const_expr(self.partial):
+            most = [Int32(0) if one is None or one.index is None else one.index.shape[1] for one in lists]
+            _, tiles = self.places(*most)
+            tile = items.split * self.tiles_of_split(tiles, items.splits)
+        thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
+        place = tile * TILE_N + (thread >> 5) * self.keys + (thread & self.keys - 1)
+        address = Int64(0)
+        if place >= 0 and place < width:
+            address = keys.index[cutlass.min(items.first, items.end - 1), None].iterator.toint() + Int64(place) * 4
+        return Guess(address, loaded(Int32(-1), address))
 
     def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32) -> tuple[Int32, Int64]:
         """Return (row, 0) of a range, or (-1, where a list has it)."""
         if mIndex is None:
             return first + place, Int64(0)
-        return Int32(-1), mIndex[token, None].iterator.toint() + Int64(place) * 4
+        return Int32(-1), mIndex[token, None].iterator.toint() + Int64(first + place) * 4
 
     @cute.jit
     def fetch(
@@ -141,12 +195,22 @@ class Keys(Config):
         held[batch] = own
         if cutlass.const_expr(self.entries != "none" and self.window):
             if place + batch * kv_entry.ENTRIES_AT_ONCE < work.window_at:
-                kv_entry.fetch(pools[0], own, raw[None, batch], scales[None, batch])
+                self.load(pools[0], own, raw[None, batch], scales[None, batch])
             else:
-                kv_entry.fetch(pools[1], own, raw[None, batch], scales[None, batch])
+                self.load(pools[1], own, raw[None, batch], scales[None, batch])
         else:
             pool = pools[0] if self.entries != "none" else pools[1]
-            kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
+            self.load(pool, own, raw[None, batch], scales[None, batch])
+
+    @cute.jit
+    def load(self, pool: kv_entry.LanePool, index: Int32, raw: cute.Tensor, scales: cute.Tensor):
+        """Start the loads of this lane's share of an entry, or take zeros: what was there need not be kept then."""
+        if index >= 0:
+            kv_entry.fetch(pool, index, raw, scales)
+        else:
+            raw.fill(0)
+            scales[0] = Int32(0)
+            scales[1] = Int32(0)
 
 
 def loaded(default: Int32, address: Int64) -> Int32:

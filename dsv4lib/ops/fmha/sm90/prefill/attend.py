@@ -18,7 +18,7 @@ from registers: lanes of a quad exchange words (`across_quad`), and stages are f
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,9 +27,9 @@ from cutlass import Float32, Int32, Int64
 from dsv4lib.dsl import wgmma
 from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
-from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, LOG2_E, P_BYTES, TILE_M, TILE_N
+from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, P_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import (
-    PV_STEPS,
+    COLUMNS,
     QK_STEPS,
     ROWS,
     Attend,
@@ -101,16 +101,6 @@ class PrefillAttend(PrefillKeys, Attend):
             self.finish_token(outputs, sinks, Place(group, row, tidx % 4, token, first), heads, rO, softmax)
 
     @cute.jit
-    def sinks_of(self, mSink: Any, head: Int32, heads: Int32):
-        """Load the sinks of a thread's rows; without them -inf."""
-        found = cute.make_rmem_tensor(ROWS, Float32)
-        found.fill(-Float32.inf)
-        if cutlass.const_expr(self.sink):
-            for j in cutlass.range_constexpr(ROWS):
-                found[j] = mSink[cutlass.min(head + 8 * j, heads - 1)] * LOG2_E
-        return found
-
-    @cute.jit
     def first_of_pair(
         self,
         ring: Ring,
@@ -132,18 +122,14 @@ class PrefillAttend(PrefillKeys, Attend):
         self.exponentiate(scale_log2, rS, *softmax)
         a = self.send(exchange, 0, rS, softmax)
         self.arrive(P_READY)
-        wgmma.fence()
-        sums = [rO[c] for c in range(DIMS // 2)]
-        sums = wgmma.accumulate(sums, a, wgmma.rows_of_k(ring.keys, CHUNK_BYTES), PV_STEPS)
-        wgmma.commit()
-        self.keep(wgmma.wait_for(sums), rO)
+        self.keep(wgmma.wait_for(self.start_values(rO, a, ring.keys)), rO)
         self.release(ring, 0, 0)
         self.wait_for_keys(ring, 1, 0, parity)
         self.wait(P_READY + 1)
         moved, acc_scale = self.receive(exchange, 1, softmax)
         if moved:
             self.rescale_rows(rO, acc_scale)
-        self.multiply_sent(exchange, 1, ring.keys + STAGE_BYTES, rO)
+        self.keep(wgmma.wait_for(self.start_sent(exchange, 1, ring.keys + STAGE_BYTES, rO)), rO)
         self.release(ring, 1, 0)
 
     @cute.jit
@@ -166,11 +152,7 @@ class PrefillAttend(PrefillKeys, Attend):
         moved, acc_scale = self.receive(exchange, 0, softmax)
         if moved:
             self.rescale_rows(rO, acc_scale)
-        wgmma.fence()
-        sums = [rO[c] for c in range(DIMS // 2)]
-        values = wgmma.rows_of_k(ring.keys + HALF, CHUNK_BYTES)
-        sums = wgmma.accumulate_shared(sums, wgmma.operand(exchange.p), values, SHARED_STEPS, "bf16", rows_are_k=True)
-        wgmma.commit()
+        sums = self.start_sent(exchange, 0, ring.keys + HALF, rO)
         self.mask(ring.valid, 1, rS)
         moved, acc_scale = self.follow_max(scale_log2, rS, softmax)
         self.exponentiate(scale_log2, rS, *softmax)
@@ -180,12 +162,7 @@ class PrefillAttend(PrefillKeys, Attend):
         self.arrive(P_READY + 1)
         if moved:
             self.rescale_rows(rO, acc_scale)
-        wgmma.fence()
-        sums = [rO[c] for c in range(DIMS // 2)]
-        values = wgmma.rows_of_k(ring.keys + (STAGE_BYTES + HALF), CHUNK_BYTES)
-        sums = wgmma.accumulate(sums, a, values, PV_STEPS)
-        wgmma.commit()
-        self.keep(wgmma.wait_for(sums), rO)
+        self.keep(wgmma.wait_for(self.start_values(rO, a, ring.keys + (STAGE_BYTES + HALF))), rO)
         self.release(ring, 1, 1)
 
     def scores(self, ring: Ring, stage: int, parity: Int32, queries: Queries) -> cute.Tensor:
@@ -207,20 +184,16 @@ class PrefillAttend(PrefillKeys, Attend):
         """Wait for half of a tile."""
         cute.arch.mbarrier_wait(ring.full + (HALVES * stage + half), parity)
 
-    def keep(self, sums: list, registers: cute.Tensor) -> None:
-        """Write sums of MMAs to registers."""
-        for i, value in enumerate(sums):
-            registers[i] = value
-
-    def multiply_sent(self, exchange: Exchange, tile: int, values: Int32, rO: cute.Tensor) -> None:
-        """O += P V with P of the other warpgroup, dimensions of warpgroup 0."""
+    def start_sent(self, exchange: Exchange, tile: int, values: Int32, rO: cute.Tensor) -> list:
+        """Issue O += P V with P of the other warpgroup. As `start_values`."""
         wgmma.fence()
-        sums, p = [rO[c] for c in range(DIMS // 2)], wgmma.operand(exchange.p + tile * P_BYTES)
-        sums = wgmma.accumulate_shared(
-            sums, p, wgmma.rows_of_k(values, CHUNK_BYTES), SHARED_STEPS, "bf16", rows_are_k=True
-        )
+        sums, p = [], wgmma.operand(exchange.p + tile * P_BYTES)
+        for first in range(0, DIMS, COLUMNS):
+            own = [rO[c] for c in range(first // 2, (first + COLUMNS) // 2)]
+            b = wgmma.rows_of_k(values + first // CHUNK * CHUNK_BYTES, CHUNK_BYTES)
+            sums += wgmma.accumulate_shared(own, p, b, SHARED_STEPS, "bf16", rows_are_k=True)
         wgmma.commit()
-        self.keep(wgmma.wait_for(sums), rO)
+        return sums
 
     @cute.jit
     def release(self, ring: Ring, stage: cutlass.Constexpr, half: cutlass.Constexpr):
@@ -327,10 +300,14 @@ class PrefillAttend(PrefillKeys, Attend):
                 two = [rO[4 * i + 2 * j + k] * o_scale for k in range(2)]
                 if cutlass.const_expr(self.inverse_rope and 8 * i >= DIMS - 64):
                     two = self.rotated(rope, place, 4 * (i - (DIMS - 64) // 8), total, two)
-                words.append(packed(*two))
+                if cutlass.const_expr(self.partial):
+                    if head < heads:
+                        store_two(mO[place.token, head, None].iterator.toint(), place, i, two)
+                else:
+                    words.append(packed(*two))
             target = mO[place.token, cutlass.min(head, heads - 1), None].iterator.toint()
             target = target + 2 * (place.group * DIMS + 8 * place.pair)
-            for four in cutlass.range_constexpr(DIMS // 32):
+            for four in cutlass.range_constexpr(len(words) // 4):
                 own = across_quad(words[4 * four : 4 * four + 4], place.pair)
                 if head < heads:
                     store16(target + 64 * four, own)
@@ -347,6 +324,12 @@ def across_quad(words: list, t: Int32) -> list:
             words[low] = cutlass.select_(upper, found, words[low])
             words[high] = cutlass.select_(upper, words[high], found)
     return words
+
+
+def store_two(row: Int64, place: Place, i: int, two: list) -> None:
+    """Store columns 8 i + 2 t and the next of a warpgroup's dimensions in fp32."""
+    target = row + 4 * (place.group * DIMS + 2 * place.pair)
+    asm(f"st.global.v2.f32 [$0 + {32 * i}], {{$1, $2}};", [], [target, *two])
 
 
 def store16(target: Int64, words: list) -> None:

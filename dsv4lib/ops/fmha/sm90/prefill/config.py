@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dsv4lib.dsl.budget import SMEM_ALIGN, SMEM_LIMIT, BudgetRow, whole_atoms
-from dsv4lib.errors import ConfigError
 from dsv4lib.ops.fmha.config import P_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.config import (
     HEAD_DIM,
-    MATH_REGISTERS,
     MATH_WARPS,
-    PRODUCER_REGISTERS,
-    PRODUCER_WARPS,
     Q_BYTES,
     REGISTERS,
     STAGE_BYTES,
     STAGES,
-    THREADS,
     WARPGROUP,
     Config,
 )
@@ -25,20 +20,7 @@ P_READY = 2  # named barriers: P of tile 0 of a pair, then of tile 1
 
 
 class PrefillConfig(Config):
-    """Options of the kernel: those of `Config`, never partial."""
-
-    def __init__(
-        self,
-        entries: str = "index",
-        window: bool = True,
-        window_index: bool = True,
-        sink: bool = True,
-        inverse_rope: bool = False,
-        partial: bool = False,
-    ):
-        if partial:
-            raise ConfigError("partial", partial, "False: enough tokens fill the GPU without splits")
-        super().__init__(entries, window, window_index, sink, inverse_rope)
+    """Options of the kernel: those of `Config`."""
 
     def budget(self) -> list[BudgetRow]:
         """Compute shared memory, registers and threads of one CTA."""
@@ -50,9 +32,11 @@ class PrefillConfig(Config):
             "control": (STAGES * (32 + TILE_N // 8) + 24, f"{STAGES} stages x (4 mbarriers, a bit a key); of Q"),
         }
         sizes["total"] = whole_atoms(sum(size for size, _ in sizes.values())), f"up to a multiple of {SMEM_ALIGN} B"
-        registers = MATH_WARPS // 4 * MATH_REGISTERS + PRODUCER_WARPS // 4 * PRODUCER_REGISTERS
+        warpgroups = MATH_WARPS // 4, self.producer_warps // 4
+        registers = sum(n * each for n, each in zip(warpgroups, self.registers, strict=True))
+        roles = f"{warpgroups[0]} math warpgroups, {warpgroups[1]} of producers"
         return [
             *(BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items()),
-            BudgetRow("registers", registers, REGISTERS, "a lane of a quarter", "2 math warpgroups, 1 producer"),
-            BudgetRow("threads", THREADS, 1024, "threads", "2 math warpgroups, 1 producer"),
+            BudgetRow("registers", registers, REGISTERS[self.producer_warps], "a lane of a quarter", roles),
+            BudgetRow("threads", self.threads, 1024, "threads", roles),
         ]

@@ -14,6 +14,7 @@ from dsv4lib.ops.fmha.sm90.attend import ROWS
 from dsv4lib.ops.fmha.sm90.prefill.attend import Exchange, Softmax
 from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.ops.fmha.sm90.prefill.keys import Queries
+from dsv4lib.ops.fmha.work import KeySplits
 
 
 class NoProxyFence(PrefillFmha):
@@ -60,7 +61,15 @@ class LastTileLost(PrefillFmha):
         return cutlass.max(tiles & -2, 2)  # WRONG
 
 
-KINDS = (NoProxyFence, HastyP, HastyQueries, OwnMaximum, LastTileLost)
+class OddSplits(PrefillFmha):
+    """Splits have an odd number of tiles, which is made even with the first of the next split's."""
+
+    def tiles_of_split(self, tiles: Int32, splits: KeySplits) -> Int32:
+        """See `PrefillKeys.tiles_of_split`."""
+        return cute.ceil_div(tiles, splits.splits)  # WRONG
+
+
+KINDS = (NoProxyFence, HastyP, HastyQueries, OwnMaximum, LastTileLost, OddSplits)
 FAULTS = {kind.__name__: kind for kind in KINDS}
 CAUGHT_BY = {
     "NoProxyFence": "missing_proxy_fence",
@@ -68,4 +77,5 @@ CAUGHT_BY = {
     "HastyQueries": "race_shared",
     "OwnMaximum": "wrong numbers",
     "LastTileLost": "wrong numbers",
+    "OddSplits": "wrong numbers",
 }

@@ -1,4 +1,4 @@
-"""Attention of many tokens on Hopper over 584-byte entries. 64 heads of a token at a time, keys dequantised on the way.
+"""Attention on Hopper over 584-byte entries, tiles in pairs. 64 heads of a token at a time.
 
     s_j = scale * (q . kv_j)        o = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})        j over entries and window
 
@@ -7,19 +7,19 @@ launch takes. Here MMAs do, and S is computed once (`attend`). The bits are the 
 
 Tile picture (`budget` computes the numbers)
 
-    64 keys                      registers of 4 warps            SMEM                      2 math warpgroups
-    index -> 576 + 8 B --ld-->  | 18 words a lane, a tile  | -> | keys 2 x 65,536 B | ---> S 64 x 64 of one tile each
+    64 keys                      registers of 8 warps            SMEM                      2 math warpgroups
+    index -> 576 + 8 B --ld-->  |  9 words a lane, a tile  | -> | keys 2 x 65,536 B | ---> S 64 x 64 of one tile each
              an entry           | ahead; E4M3 -> bf16 x 2^e|    | a bit a key       |  |
                                 +--------------------------+    | Q 65,536 B        | <-+   P = exp2(S - row_max)
     Q 64 x 512 -----------------cp.async--------------------->  | P 2 x 8,192 B     | <-->  exchanged, bf16
                                                                 | rows 2 x 2,048 B  | <-->  row_max, row_sum
                                                                 +-------------------+ ---> O 64 x 256 each, fp32
 
-Roles (3 warpgroups, 384 threads)
+Roles (4 warpgroups, 512 threads)
 
     warps 0-3    math 0     S and P of the first tile of a pair; P V of both, dimensions 0 - 255 (`attend`)
     warps 4-7    math 1     the same of the second tile, dimensions 256 - 511
-    warps 8-11   producer   Q of the next token, 16 keys each of tile after tile (`prefill.keys`, `sm90.keys`)
+    warps 8-15   producer   Q of the next token, 8 keys each of tile after tile (`prefill.keys`, `sm90.keys`)
 
 Pipelines
 
@@ -30,7 +30,7 @@ Pipelines
     P        math <-> math, two named barriers: P of tile 0 is there; P of tile 1 is, and P of tile 0 was read
 
 CTAs are persistent: token after token, round robin, so that loads of the next token's Q and keys overlap the end of
-one. A grid of CTAs x blocks of 64 heads.
+one. A grid of CTAs x blocks of 64 heads x splits of the keys, which `ops.fmha.combine` adds up.
 
 A pair's order hides softmax and conversions: P0 while S1 is computed, P1 while P0 V0 is, the next K0 while P1 V1 is.
 What limits it is in data/bench/fmha.md: loads that the producer waits for, in the chain from one pair to the next.
@@ -51,20 +51,16 @@ from cutlass import Float32, Int32, memory
 from dsv4lib.dsl.budget import SMEM_ALIGN
 from dsv4lib.ops.fmha.config import LOG2_E, P_BYTES, TILE_M
 from dsv4lib.ops.fmha.sm90.config import (
-    MATH_REGISTERS,
     MATH_WARPS,
-    PRODUCER_REGISTERS,
-    PRODUCER_WARPS,
     Q_BYTES,
     STAGE_BYTES,
     STAGES,
-    THREADS,
 )
 from dsv4lib.ops.fmha.sm90.keys import KeySources, Ring
 from dsv4lib.ops.fmha.sm90.prefill.attend import Exchange, PrefillAttend
 from dsv4lib.ops.fmha.sm90.prefill.config import ROWS_BYTES, PrefillConfig
 from dsv4lib.ops.fmha.sm90.prefill.keys import HALVES, Queries
-from dsv4lib.ops.fmha.work import Items, KeyList, KeyLists, KeyRows, Outputs
+from dsv4lib.ops.fmha.work import Items, KeyList, KeyLists, KeyRows, KeySplits, Outputs
 
 
 class PrefillFmha(PrefillAttend, PrefillConfig):
@@ -83,10 +79,11 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         mO: cute.Tensor,
         mLse: cute.Tensor,
         scale: Float32,
+        splits: KeySplits,
         ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """Host side: the launch. Arguments as of `DecodeFmha`; ctas: of each block of heads."""
+        """Host side: the launch. Arguments as of `DecodeFmha`; ctas: of each split and block of heads."""
 
         @cute.struct
         class Storage:
@@ -107,9 +104,9 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
             None if cutlass.const_expr(not self.window) else KeyList(*window[1:]),
         )
         sources, outputs = self.key_sources(entries, window), Outputs(mSink, rope, mO, mLse)
-        self.kernel(mQ, sources, lists, outputs, scale * LOG2_E).launch(
-            grid=(ctas, cute.ceil_div(mQ.shape[1], TILE_M), 1),
-            block=(THREADS, 1, 1),
+        self.kernel(mQ, sources, lists, outputs, scale * LOG2_E, splits).launch(
+            grid=(ctas, cute.ceil_div(mQ.shape[1], TILE_M), splits.splits),
+            block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=1,
@@ -118,7 +115,15 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
     # ---------------------------------------------------------------- device
 
     @cute.kernel
-    def kernel(self, mQ: cute.Tensor, sources: KeySources, lists: KeyLists, outputs: Outputs, scale_log2: Float32):
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        sources: KeySources,
+        lists: KeyLists,
+        outputs: Outputs,
+        scale_log2: Float32,
+        splits: KeySplits,
+    ):
         """Set-up shared by all warps, then one role each."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -127,25 +132,29 @@ class PrefillFmha(PrefillAttend, PrefillConfig):
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         if tidx == 0:
             for i in cutlass.range_constexpr(HALVES * STAGES):
-                cute.arch.mbarrier_init(full + i, 32 * PRODUCER_WARPS)
+                cute.arch.mbarrier_init(full + i, 32 * self.producer_warps)
                 cute.arch.mbarrier_init(empty + i, MATH_WARPS // HALVES)
-            cute.arch.mbarrier_init(q_full, 32 * PRODUCER_WARPS + 1)
+            cute.arch.mbarrier_init(q_full, 32 * self.producer_warps + 1)
             cute.arch.mbarrier_init(q_empty, MATH_WARPS)
             cute.arch.mbarrier_init_fence()
-        cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=0, number_of_threads=self.threads)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        first, _, _ = cute.arch.block_idx()
+        first, _, split = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
-        items = Items(None, None, None, first, mQ.shape[0], step)
+        items = Items(None, splits, split, first, mQ.shape[0], step)
         valid = storage.valid.get_tensor(cute.make_layout((2, STAGES)))
         ring = Ring(storage.keys.data_ptr().toint(), valid, full, empty)
         pairs = storage.pairs.get_tensor(cute.make_layout(1))
         queries = Queries(storage.q.data_ptr().toint(), pairs, q_full, q_empty)
         exchange = Exchange(storage.p.data_ptr().toint(), storage.rows.data_ptr().toint())
         if warp >= MATH_WARPS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers.producer)
             self.produce_all(mQ, sources, lists, items, ring, queries)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
-            self.attend_all(mQ.shape[1], items, ring, queries, exchange, outputs, scale_log2)
+            cute.arch.setmaxregister_increase(self.registers.math)
+            sink, rope, mO, mLse = outputs
+            if cutlass.const_expr(self.partial):
+                mO, mLse = mO[split, None, None, None], mLse[split, None, None]
+            own = Outputs(sink, rope, mO, mLse)
+            self.attend_all(mQ.shape[1], items, ring, queries, exchange, own, scale_log2)

@@ -9,7 +9,7 @@ half is free when the warpgroup that multiplies P by it has done so.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,11 +18,12 @@ from cutlass import Int32, Int64
 from dsv4lib.dsl import kv_entry
 from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
+from dsv4lib.formats.kv_entry import LAYOUT
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
-from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, KEYS, MATH_WARPS, STAGE_BYTES, WARPGROUP
-from dsv4lib.ops.fmha.sm90.keys import BATCHES, Keys, KeySources, Ring, convert, loaded
-from dsv4lib.ops.fmha.work import Items, KeyLists, there_are
+from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, MATH_WARPS, STAGE_BYTES
+from dsv4lib.ops.fmha.sm90.keys import Keys, KeySources, Ring, convert
+from dsv4lib.ops.fmha.work import Items, KeyLists, KeySplits, there_are
 
 HALVES = 2  # of a stage: dimensions of either math warpgroup
 CHUNKS_OF = tuple(kv_entry.Chunks(4 * half, 4 * half + 4) for half in range(HALVES))
@@ -80,16 +81,28 @@ class PrefillKeys(Keys):
         entries = cutlass.select_(there, there_are(counts.entries), Int32(0))
         window = cutlass.select_(there, there_are(counts.window), Int32(0))
         window_at, tiles = self.places(entries, window)
+        entry_row = counts.first_entry
+        if cutlass.const_expr(self.partial):
+            each = self.tiles_of_split(tiles, items.splits)
+            first = cutlass.min(items.split * each, tiles)
+            tiles = cutlass.min(first + each, tiles) - first
+            first = first * TILE_N
+            entries = entries - first
+            window_at, entry_row = window_at - first, entry_row + first
         tiles = self.even(tiles)
         return Span(
             cutlass.min(token, items.end - 1),
             entries,
             window,
-            counts.first_entry,
+            entry_row,
             counts.first_window,
             window_at,
             tiles,
         )
+
+    def tiles_of_split(self, tiles: Int32, splits: KeySplits) -> Int32:
+        """See `Keys.tiles_of_split`. Whole pairs: a tile that makes a number even is never the next split's."""
+        return self.even(cute.ceil_div(tiles, splits.splits))
 
     def even(self, tiles: Int32) -> Int32:
         """Round up to an even number of tiles, 2 or more."""
@@ -105,21 +118,23 @@ class PrefillKeys(Keys):
         wait for those of an older tile is to wait for all.
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
-        first_key = warp * KEYS
-        own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
+        first_key, batches = warp * self.keys, self.keys // kv_entry.ENTRIES_AT_ONCE
+        own = first_key + lane % self.keys  # the key of a tile whose index this lane reads
         offset = ring.keys + kv_entry.smem_offset(first_key + lane // 4, lane)
-        held = cute.make_rmem_tensor(BATCHES, Int32)
-        raw = cute.make_rmem_tensor((kv_entry.raw_words(), BATCHES), Int64)
-        scales = cute.make_rmem_tensor((2, BATCHES), Int32)
-        raw.fill(0)
-        for i in cutlass.range_constexpr(2 * BATCHES):
-            scales[i] = Int32(0)
-        pools = [None if source is None else kv_entry.lane_of(source) for source in sources]
+        held = cute.make_rmem_tensor(batches, Int32)
+        raw = cute.make_rmem_tensor((kv_entry.raw_words(), batches), Int64)
+        scales = cute.make_rmem_tensor((2, batches), Int32)
+        pools = self.lane_pools(sources)
         first, step = items.first, items.step
+        guess = None
+        if cutlass.const_expr(self.early):
+            guess = self.guess(lists, items)
+            if first < items.end:
+                self.copy_queries(mQ, first, queries)
         now = self.span(self.counts(lists, items, first), items, first)
         following = self.span(self.counts(lists, items, first + step), items, first + step)
-        index, in_window = self.next_entry(lists, now, following, Int32(0), own)
-        for batch in cutlass.range_constexpr(BATCHES):
+        index, in_window = self.next_entry(lists, now, following, Int32(0), own, guess)
+        for batch in cutlass.range_constexpr(batches):
             self.start(pools, index, in_window, batch, held, raw, scales)
         there = cute.arch.vote_ballot_sync(index >= 0)
         index, in_window = self.next_entry(lists, now, following, Int32(1), own)
@@ -128,14 +143,20 @@ class PrefillKeys(Keys):
         for token in cutlass.range(first, items.end, step, unroll=1):
             self.wait_for_room(queries, q_parity)
             q_parity = q_parity ^ 1
-            self.load_queries(mQ, token, now.tiles, queries)
+            self.store_pairs(now.tiles, queries)
+            if cutlass.const_expr(not self.early):
+                self.copy_queries(mQ, token, queries)
+            elif token > first:
+                self.copy_queries(mQ, token, queries)
             self.prefetch_queries(mQ, token + step, items)
             coming = self.counts(lists, items, token + 2 * step)
             for tile in cutlass.range(now.tiles, unroll=1):
                 stage = tile & 1
+                if cutlass.const_expr(self.prefetch):
+                    self.prefetch_entry(pools, index, in_window)
                 for half in cutlass.range_constexpr(HALVES):
                     cute.arch.mbarrier_wait(ring.empty + (HALVES * stage + half), parity)
-                    for batch in cutlass.range_constexpr(BATCHES):
+                    for batch in cutlass.range_constexpr(batches):
                         rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                         convert(held[batch], raw[None, batch], scales[None, batch], rows, CHUNKS_OF[half])
                     if cutlass.const_expr(half == 0):
@@ -143,7 +164,7 @@ class PrefillKeys(Keys):
                             self.store_valid(ring, stage, warp, there)
                     self.visible_to_mma()  # a fence that would wait for loads, too: none is under way
                     cute.arch.mbarrier_arrive(ring.full + (HALVES * stage + half))
-                for batch in cutlass.range_constexpr(BATCHES):
+                for batch in cutlass.range_constexpr(batches):
                     self.start(pools, index, in_window, batch, held, raw, scales)
                 parity = parity ^ stage
                 there = cute.arch.vote_ballot_sync(index >= 0)
@@ -152,7 +173,7 @@ class PrefillKeys(Keys):
             following = self.span(coming, items, token + 2 * step)
 
     @cute.jit
-    def next_entry(self, lists: KeyLists, now: Span, following: Span, tile: Int32, key: Int32):
+    def next_entry(self, lists: KeyLists, now: Span, following: Span, tile: Int32, key: Int32, guess: Any = None):
         """Return (index of the ``key``-th entry of a tile, whether it is of the window); -1: none.
 
         Tiles past the end of a token are those of the next one.
@@ -172,7 +193,7 @@ class PrefillKeys(Keys):
                 in_window = Int32(1)
                 if place < window:
                     index, address = self.named(lists.window.index, token, place, window_row)
-        return loaded(index, address), in_window
+        return self.known(index, address, guess), in_window
 
     @cute.jit
     def start(
@@ -191,42 +212,66 @@ class PrefillKeys(Keys):
         held[batch] = own
         if cutlass.const_expr(self.entries != "none" and self.window):
             if cute.arch.shuffle_sync(in_window, source) == 0:
-                kv_entry.fetch(pools[0], own, raw[None, batch], scales[None, batch])
+                self.load(pools[0], own, raw[None, batch], scales[None, batch])
             else:
-                kv_entry.fetch(pools[1], own, raw[None, batch], scales[None, batch])
+                self.load(pools[1], own, raw[None, batch], scales[None, batch])
         else:
             pool = pools[0] if self.entries != "none" else pools[1]
-            kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
+            self.load(pool, own, raw[None, batch], scales[None, batch])
+
+    @cute.jit
+    def prefetch_entry(self, pools: list, index: Int32, in_window: Int32):
+        """Have L2 fetch the entry whose index this lane has, if it is one of a producer warp's first."""
+        if cute.arch.lane_idx() < self.keys and index >= 0:
+            if cutlass.const_expr(self.entries != "none" and self.window):
+                if in_window == 0:
+                    prefetch_entry(pools[0], index)
+                else:
+                    prefetch_entry(pools[1], index)
+            else:
+                prefetch_entry(pools[0] if self.entries != "none" else pools[1], index)
 
     def wait_for_room(self, queries: Queries, parity: Int32) -> None:
         """Wait until Q of the token before was read for the last time."""
         cute.arch.mbarrier_wait(queries.empty, parity)
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, token: Int32, tiles: Int32, queries: Queries):
-        """Start the copies of 64 heads of Q. Rows of the 128-byte swizzle; rows that are no heads are zeros."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        if thread == 0:
+    def store_pairs(self, tiles: Int32, queries: Queries):
+        """Say how many pairs of tiles the next token has."""
+        if cute.arch.thread_idx()[0] == 32 * MATH_WARPS:
             queries.pairs[0] = tiles >> 1
             cute.arch.mbarrier_arrive(queries.full)
-        pieces = HEAD_DIM * 2 // PIECE
+
+    @cute.jit
+    def copy_queries(self, mQ: cute.Tensor, token: Int32, queries: Queries):
+        """Start the copies of 64 heads of Q. Rows of the 128-byte swizzle; rows that are no heads are zeros."""
+        pieces, threads = HEAD_DIM * 2 // PIECE, 32 * self.producer_warps
+        thread = cute.arch.thread_idx()[0] & threads - 1
+        piece, row = thread & pieces - 1, thread >> pieces.bit_length() - 1
         first, heads = self.head_block() * TILE_M, mQ.shape[1]
-        target = queries.smem + thread % pieces // 8 * CHUNK_BYTES
-        for i in cutlass.range(TILE_M * pieces // WARPGROUP, unroll=8):
-            place = i * (WARPGROUP // pieces) + thread // pieces
+        target = queries.smem + (piece >> 3) * CHUNK_BYTES
+        for i in cutlass.range(TILE_M * pieces // threads, unroll=8):
+            place = i * (threads // pieces) + row
             size = cutlass.select_(first + place < heads, Int32(PIECE), Int32(0))
             head = cutlass.min(first + place, heads - 1)
-            source = mQ[token, head, None].iterator.toint() + thread % pieces * PIECE
-            copy(target + place * ROW_BYTES + ((thread ^ place) % 8 << 4), source, size)
+            source = mQ[token, head, None].iterator.toint() + piece * PIECE
+            copy(target + place * ROW_BYTES + (((piece ^ place) & 7) << 4), source, size)
         cute.arch.cp_async_mbarrier_arrive_noinc(queries.full)
 
     @cute.jit
     def prefetch_queries(self, mQ: cute.Tensor, token: Int32, items: Items):
         """Have L2 fetch Q of a token, if there is one: its copy starts when the last S of this token is there."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        thread = cute.arch.thread_idx()[0] & 32 * self.producer_warps - 1
         head = self.head_block() * TILE_M + thread
         if thread < TILE_M and head < mQ.shape[1] and token < items.end:
             prefetch(mQ[token, head, None].iterator.toint(), HEAD_DIM * 2)
+
+
+def prefetch_entry(pool: kv_entry.LanePool, index: Int32) -> None:
+    """Have L2 fetch an entry and its scales."""
+    data, scales = kv_entry._addresses(index, pool)
+    prefetch(data - pool.piece, LAYOUT.data_bytes)
+    prefetch(scales & -16, 16)
 
 
 def prefetch(address: Int64, size: int) -> None:

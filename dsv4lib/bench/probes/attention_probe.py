@@ -1,0 +1,184 @@
+"""Time attention on a Hopper by kernel, producer warps and splits of the keys. Rows are steps of Flash's layers.
+
+    decode     `DecodeFmha`, split and combined where splits are more than 1
+    prefill    `PrefillFmha`, a CTA a token, unsplit
+
+Every variant is compared with fp64 before it is timed. cold: from the first kernel's start to the last one's end, L2
+flushed; warm: a node of a CUDA graph.
+
+    python -m dsv4lib.bench.probes.attention_probe --record attention_times.csv        (on the GPU)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4lib.bench.ops.case import Given
+from dsv4lib.bench.ops.timing import Call, GpuClock
+from dsv4lib.bench.probes import common as probes
+from dsv4lib.config import FLASH, LayerKind
+from dsv4lib.formats import kv_entry
+from dsv4lib.ops.common import compile_cache, launching
+from dsv4lib.ops.fmha import arguments as both
+from dsv4lib.ops.fmha import bench
+from dsv4lib.ops.fmha.combine import Combine, loads_at_once
+from dsv4lib.ops.fmha.sm90 import arguments
+from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
+from dsv4lib.ops.fmha.sm90.launch import parts
+from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
+from dsv4lib.ops.fmha.work import KeyRows
+
+ARCH = "sm_90a"
+SMS = 132
+CHUNK = 4096  # tokens of a prefill
+LAYERS = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
+SPLITS = {  # that are timed, by layer and tokens
+    (LayerKind.SWA, 1): (1, 2),
+    (LayerKind.SWA, 8): (1, 2),
+    (LayerKind.SWA, 32): (1, 2),
+    (LayerKind.SWA, 128): (1,),
+    (LayerKind.CSA, 1): (5, 10),
+    (LayerKind.CSA, 8): (2, 3, 5, 10),
+    (LayerKind.CSA, 32): (1, 2, 3, 4),
+    (LayerKind.CSA, 128): (1,),
+    (LayerKind.CSA, CHUNK): (1,),
+    (LayerKind.HCA, 1): (3, 6),
+    (LayerKind.HCA, 8): (2, 3, 6),
+    (LayerKind.HCA, 32): (1, 2, 3),
+    (LayerKind.HCA, 128): (1,),
+}
+FORMS = (4, 0), (8, 0), (8, 1), (8, 2)  # producer warps; loads early; 2: and entries prefetched
+
+
+@dataclass(frozen=True)
+class AttentionTimes:
+    """Times of a variant, us."""
+
+    layer: str
+    tokens: int
+    kernel: str
+    warps: int
+    early: int
+    splits: int
+    warm_us: float
+    cold_us: float
+
+
+def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, int, int]]:
+    """Yield (kernel, producer warps, early, splits) of what is timed."""
+    for splits in SPLITS[layer, tokens]:
+        for warps, early in FORMS:
+            if early < 2 and tokens < CHUNK:
+                yield DecodeFmha, warps, early, splits
+            if splits not in (10, 6):
+                yield PrefillFmha, warps, early, splits
+
+
+def compile_all(processes: int) -> None:
+    """Compile every variant into the cache, so many at once."""
+    wanted = []
+    for (layer, tokens), _ in SPLITS.items():
+        for kind, warps, early, splits in variants(layer, tokens):
+            settings = {**settings_of(layer is not LayerKind.SWA, splits), "producer_warps": warps, **early_of(early)}
+            one = kind, settings, arguments.fake_args, ARCH
+            if one not in wanted:
+                wanted.append(one)
+    probes.get_all(wanted, processes)
+
+
+def early_of(early: int) -> dict[str, bool]:
+    """Return options of a kernel that asks so early."""
+    return {"early": early > 0, "prefetch": early > 1}
+
+
+def settings_of(entries: bool, splits: int) -> dict[str, Any]:
+    """Return options of a kernel of so many splits, with or without entries."""
+    whole = {
+        "entries": "index" if entries else "none",
+        "window": True,
+        "window_index": True,
+        "sink": True,
+        "inverse_rope": False,
+    }
+    return whole if splits == 1 else parts(whole)[0]
+
+
+def caller(given: Given, kind: type, warps: int, early: int, splits: int, o: torch.Tensor) -> Call:
+    """Return a call of one variant."""
+    tokens, heads, dim = given["q"].shape
+    settings = settings_of(given["index"] is not None, splits)
+    get = compile_cache.default().get
+    options = {**settings, "producer_warps": warps, **early_of(early)}
+    kernel, code = get(kind, options, arguments.fake_args, ARCH)
+    pool = given["pages"], bench.PAGE
+    entries = None if given["index"] is None else KeyRows(pool, given["index"], None, given["count"])
+    keys = entries, KeyRows(pool, given["window"], None, given["window_count"])
+    scale, lse = dim**-0.5, torch.empty(tokens, heads, device=o.device)
+    if splits == 1:
+
+        def whole() -> None:
+            stream = launching.stream("native", o)
+            args = arguments.launch_args(
+                kernel, given["q"], *keys, given["sink"], None, o, lse, scale, 1, stream, ctas=min(tokens, SMS)
+            )
+            launching.enqueue("native", code, args)
+
+        return whole
+    partial = (
+        torch.empty(splits, tokens, heads, dim, device=o.device),
+        torch.empty(splits, tokens, heads, device=o.device),
+    )
+    at_once = loads_at_once(splits, tokens * heads)
+    combine, combine_code = get(Combine, {**parts(settings)[1], "sink": True, "at_once": at_once}, both.fake_args, ARCH)
+
+    def split() -> None:
+        stream = launching.stream("native", o)
+        args = arguments.launch_args(
+            kernel, given["q"], *keys, None, None, *partial, scale, splits, stream, ctas=min(tokens, SMS)
+        )
+        launching.enqueue("native", code, args)
+        launching.enqueue(
+            "native", combine_code, both.combine_args(combine, *partial, given["sink"], None, o, lse, stream=stream)
+        )
+
+    return split
+
+
+def run(processes: int) -> list[AttentionTimes]:
+    """Measure all variants on the GPU here, each checked before it is timed."""
+    compile_all(processes)
+    clock, rows = GpuClock(), []
+    for layer in LAYERS:
+        for tokens in (n for kind, n in SPLITS if kind is layer):
+            shape, generator = bench.shape(FLASH, layer), torch.Generator("cuda").manual_seed(0)
+            if tokens == CHUNK:
+                given = bench.prefill_of(shape, tokens, bench.CONTEXT // FLASH.rate(layer), generator)
+            else:
+                given = bench.given_of(shape, tokens, generator)
+            calls, names = [], []
+            for kind, warps, early, splits in variants(layer, tokens):
+                o = torch.full((tokens, FLASH.n_heads, kv_entry.HEAD_DIM), float("nan"), device="cuda").bfloat16()
+                call = caller(given, kind, warps, early, splits, o)
+                call()
+                torch.cuda.synchronize()
+                bench.check({**given, "q": given["q"][:8]}, {"o": o})
+                calls.append(call)
+                names.append(("decode" if kind is DecodeFmha else "prefill", warps, int(early), splits))
+            warm, cold = clock.warm(calls), clock.cold(calls)
+            for name, each_warm, each_cold in zip(names, warm, cold, strict=True):
+                rows.append(AttentionTimes(str(layer), tokens, *name, each_warm, each_cold.median))
+                print(probes.line(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Run the command line."""
+    probes.main(__doc__, AttentionTimes, run)
+
+
+if __name__ == "__main__":
+    main()
