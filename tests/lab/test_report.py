@@ -130,6 +130,27 @@ def test_it_opens_offline_and_runs_nothing(everything: dict[str, str]) -> None:
         assert "default-src 'none'" in text
 
 
+def test_links_lead_to_pages_of_the_report_and_the_rest_is_named(
+    tmp_path: Path, stage_writer: Callable[..., Any]
+) -> None:
+    """A notebook's links are relative to its folder, where the report is not."""
+    root = tmp_path / "workspace"
+    for name in ("one", "two", "unrun"):
+        stage_writer(root, name)
+    text = "# Title\n\n## Glossary\n\n[t](two.ipynb#Glossary) [o](#Glossary) [u](unrun.ipynb) [d](../data/x.md) [w](https://w.org)"
+    records = [replace(RECORD, job=f"{name}-00", stage=name, notebook=f"{name}-00/n.ipynb") for name in ("one", "two")]
+    for record in records:
+        (tmp_path / record.notebook).parent.mkdir()
+        nbformat.write(
+            nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]), tmp_path / record.notebook
+        )
+    index = report.write_report(tmp_path, records, root)
+    article = (index.parent / "one-00.html").read_text().partition("<article>")[2]
+    assert re.findall(r'href="([^"]*)"', article) == ["two-00.html#glossary", "one-00.html#glossary", "https://w.org"]
+    assert '<h3 id="glossary">' in (index.parent / "two-00.html").read_text()
+    assert '<span class="file" title="notebooks/unrun.ipynb of the repository">u</span>' in article
+
+
 def test_every_text_is_escaped(everything: dict[str, str]) -> None:
     for text in everything.values():
         assert "<img src=x" not in text and "&lt;img src=x onerror" in text

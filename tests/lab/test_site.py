@@ -24,9 +24,10 @@ from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import cli, records
 from dsv4lib.lab.records import Record
+from dsv4lib.lab.report import links
 from dsv4lib.lab.report.cells import Block, markdown
 from dsv4lib.lab.run import manifest, plan, runner
-from dsv4lib.lab.site import build, links, search, sources
+from dsv4lib.lab.site import build, search, sources
 from dsv4lib.lab.stage import Stage, load
 from dsv4lib.lab.verdicts import Verdict
 

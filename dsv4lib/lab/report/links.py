@@ -8,13 +8,14 @@ from __future__ import annotations
 import html
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from markupsafe import Markup, escape
 
+from dsv4lib.lab.report.cells import Block
 from dsv4lib.lab.report.tables import plain
 
 LINK = re.compile(r'<a((?:\s+[\w-]+="[^"]*")*)\s*>(.*?)</a>', re.S)
@@ -50,7 +51,7 @@ class Links:
     broken: list[tuple[str, str]] = field(default_factory=list)
 
     def rewrite(self, text: str, source: str) -> Markup:
-        """Return ``text`` of the document ``source`` with links for the site.
+        """Return ``text`` of the document ``source`` with links to pages.
 
         Links to pages lead to them; those to other files of the workspace become text that names the file.
         """
@@ -94,6 +95,19 @@ class Links:
             return inside.is_relative_to(self.root.resolve()) and inside.exists()
         except (OSError, ValueError):  # no name of a file
             return False
+
+
+def connect(blocks: Iterable[Block], links: Links, source: str, file: str) -> list[Heading]:
+    """Give the headings of page ``file`` of ``source`` anchors, lead its links to pages, and return the headings."""
+    headings: list[Heading] = []
+    taken = links.anchors[file] = set()
+    for block in blocks:
+        if block.kind in ("prose", "table"):
+            block.html = links.rewrite(block.html, source)
+        if block.kind == "prose":
+            block.html, found = with_anchors(block.html, taken)
+            headings += found
+    return headings
 
 
 def with_anchors(text: str, taken: set[str]) -> tuple[Markup, list[Heading]]:
