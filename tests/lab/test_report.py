@@ -251,6 +251,25 @@ def test_contrast_is_wcag_aa() -> None:
         assert contrast(colour, "#ffffff") >= 4.5, colour
 
 
+def test_a_tagged_cell_gives_the_thumbnail_and_else_the_best_shape() -> None:
+    def cell(width: int, alt: str, *tags: str) -> Any:
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        Image.new("RGB", (width, 100)).save(buffer, "PNG")
+        shown = display(
+            {"image/png": base64.b64encode(buffer.getvalue()).decode()}, {"image/png": {"alt": f"A figure {alt}"}}
+        )
+        return nbformat.v4.new_code_cell("x", outputs=[shown], metadata={"tags": list(tags)})
+
+    def chosen(*some: Any) -> str:
+        page = cells.render_cells(nbformat.v4.new_notebook(cells=some), "t", lambda text: text, cells.Inline())
+        return str(re.search(r'alt="A figure (\w+)"', str(page.thumbnail))[1])
+
+    assert chosen(cell(300, "wide"), cell(160, "fits"), cell(90, "tall")) == "fits"
+    assert chosen(cell(300, "wide", "thumbnail"), cell(160, "fits"), cell(90, "tall")) == "wide"
+
+
 def test_a_notebook_stays_under_two_megabytes(tmp_path: Path) -> None:
     """Six noisy pictures of 0.5 MB each: noise hardly compresses, so the page has to shrink them."""
     outputs = [display({"image/png": png(410, seed)}, {"image/png": {"alt": f"Noise {seed}"}}) for seed in range(6)]

@@ -41,6 +41,7 @@ TEXT_CHARACTERS = 12_000  # of one text output
 HTML_CHARACTERS = 100_000  # of one HTML or Markdown output
 PAGE_CHARACTERS = 600_000  # of all outputs of a page
 CARD_SHAPE = 1.6  # width to height of a picture on the index
+THUMBNAIL = "thumbnail"  # tag of a cell whose figure stands for its notebook
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 TAGS = (
@@ -78,7 +79,8 @@ class Block:
 class Page:
     """A rendered notebook: its blocks, and one picture, small. Also how many pictures came without a description.
 
-    ``small`` is the picture whose shape suits a card best so far (PNG and description), ``thumbnail`` its HTML.
+    ``small`` is the picture whose shape suits a card best so far (PNG and description), ``thumbnail`` its HTML. One of
+    a cell with the tag `thumbnail` is taken before all others; ``chosen`` says that this is the cell at hand.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Page:
     thumbnail: Markup | None = None
     small: tuple[bytes, str] | None = None
     thumbnail_fit: float = math.inf
+    chosen: bool = False
 
 
 class Pictures(Protocol):
@@ -142,7 +145,7 @@ def render_cells(notebook: nbformat.NotebookNode, title: str, clean: Callable[[s
             with _contained(page, "The source of a cell"):
                 pending = cell.metadata.get("papermill", {}).get("status") == "pending"
                 page.blocks.append(Block("pending" if pending else "code", _code(source)))
-            left_out = 0
+            left_out, page.chosen = 0, THUMBNAIL in cell.metadata.get("tags", [])
             for output in cell.get("outputs", []):
                 with _contained(page, "An output"):
                     left_out += not _output(page, output, title, clean, budget)
@@ -364,7 +367,7 @@ def _offer_thumbnail(page: Page, raw: bytes, alt: str) -> None:
 
     with Image.open(io.BytesIO(raw)) as opened:
         image = opened.convert("RGB")
-    fit = abs(math.log(image.width / image.height / CARD_SHAPE))
+    fit = abs(math.log(image.width / image.height / CARD_SHAPE)) - (100 if page.chosen else 0)
     if fit >= page.thumbnail_fit:
         return
     height = max(1, round(image.height * 560 / image.width))
