@@ -130,6 +130,27 @@ def test_it_opens_offline_and_runs_nothing(everything: dict[str, str]) -> None:
         assert "default-src 'none'" in text
 
 
+def test_links_lead_to_pages_of_the_report_and_the_rest_is_named(
+    tmp_path: Path, stage_writer: Callable[..., Any]
+) -> None:
+    """A notebook's links are relative to its folder, where the report is not."""
+    root = tmp_path / "workspace"
+    for name in ("one", "two", "unrun"):
+        stage_writer(root, name)
+    text = "# Title\n\n## Glossary\n\n[t](two.ipynb#Glossary) [o](#Glossary) [u](unrun.ipynb) [d](../data/x.md) [w](https://w.org)"
+    records = [replace(RECORD, job=f"{name}-00", stage=name, notebook=f"{name}-00/n.ipynb") for name in ("one", "two")]
+    for record in records:
+        (tmp_path / record.notebook).parent.mkdir()
+        nbformat.write(
+            nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]), tmp_path / record.notebook
+        )
+    index = report.write_report(tmp_path, records, root)
+    article = (index.parent / "one-00.html").read_text().partition("<article>")[2]
+    assert re.findall(r'href="([^"]*)"', article) == ["two-00.html#glossary", "one-00.html#glossary", "https://w.org"]
+    assert '<h3 id="glossary">' in (index.parent / "two-00.html").read_text()
+    assert '<span class="file" title="notebooks/unrun.ipynb of the repository">u</span>' in article
+
+
 def test_every_text_is_escaped(everything: dict[str, str]) -> None:
     for text in everything.values():
         assert "<img src=x" not in text and "&lt;img src=x onerror" in text
@@ -228,6 +249,25 @@ def test_contrast_is_wcag_aa() -> None:
             assert min(contrast(theme[name], theme[paper]) for paper in papers) >= 4.5, (name, theme[name])
     for colour in re.findall(r"[ ;{]color: (#[0-9a-f]{6})", style):  # of what stays on white in both
         assert contrast(colour, "#ffffff") >= 4.5, colour
+
+
+def test_a_tagged_cell_gives_the_thumbnail_and_else_the_best_shape() -> None:
+    def cell(width: int, alt: str, *tags: str) -> Any:
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        Image.new("RGB", (width, 100)).save(buffer, "PNG")
+        shown = display(
+            {"image/png": base64.b64encode(buffer.getvalue()).decode()}, {"image/png": {"alt": f"A figure {alt}"}}
+        )
+        return nbformat.v4.new_code_cell("x", outputs=[shown], metadata={"tags": list(tags)})
+
+    def chosen(*some: Any) -> str:
+        page = cells.render_cells(nbformat.v4.new_notebook(cells=some), "t", lambda text: text, cells.Inline())
+        return str(re.search(r'alt="A figure (\w+)"', str(page.thumbnail))[1])
+
+    assert chosen(cell(300, "wide"), cell(160, "fits"), cell(90, "tall")) == "fits"
+    assert chosen(cell(300, "wide", "thumbnail"), cell(160, "fits"), cell(90, "tall")) == "wide"
 
 
 def test_a_notebook_stays_under_two_megabytes(tmp_path: Path) -> None:

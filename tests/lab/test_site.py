@@ -24,9 +24,10 @@ from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import cli, records
 from dsv4lib.lab.records import Record
+from dsv4lib.lab.report import links
 from dsv4lib.lab.report.cells import Block, markdown
 from dsv4lib.lab.run import manifest, plan, runner
-from dsv4lib.lab.site import build, links, search, sources
+from dsv4lib.lab.site import build, search, sources
 from dsv4lib.lab.stage import Stage, load
 from dsv4lib.lab.verdicts import Verdict
 
@@ -330,11 +331,24 @@ def test_only_an_own_folder_is_replaced(workspace: Path, tmp_path: Path, monkeyp
 
 def test_cells_of_many_words_are_wide() -> None:
     row = f"| {'word ' * 12} | {'word ' * 5} | short | {'**b** ' * 9} |"
-    text = links.with_scrolling_tables(markdown(f"| a | b | c | d |\n| --- | ---: | --- | --- |\n{row}"))
+    text = markdown(f"| a | b | c | d |\n| --- | ---: | --- | --- |\n{row}")
     assert re.findall(r"<td([^>]*)>", text) == [
         ' class="text"', ' class="words" style="text-align:right;"', "", ""
     ]  # fmt: skip
     assert text.count('<div class="wide"') == 1
+
+
+def test_tables_in_lists_pipes_in_cells_and_code_of_unknown_languages() -> None:
+    text = markdown("1. a\n\n   | x | `a\\|b` |\n   | --- | --- |\n   | 1 | c \\| d |\n\n```cron\n0 1 * * *\n```\n")
+    assert "<code>a|b</code>" in text and "<td>c | d</td>" in text and text.index("</table>") < text.index("</li>")
+    assert "<pre><code>0 1 * * *\n</code></pre>" in text
+    assert '<span class="k">def</span>' in markdown("```python\ndef f(): ...\n```")
+
+
+def test_a_figure_is_drawn_on_a_line_of_its_own_only() -> None:
+    assert build.FIGURE.findall("<!-- figure: ops -->\n`<!-- figure: NAME -->` marks it\n<!-- figure: two -->\n") == [
+        "ops", "two"
+    ]  # fmt: skip
 
 
 def test_names_of_pages(tmp_path: Path) -> None:
@@ -443,12 +457,15 @@ def test_in_a_browser_it_is_quiet_fits_a_phone_and_finds_words(made: build.Made,
 
 
 # What a page shows that is wrong with it, apart from messages: it scrolls sideways, a picture is not there, text has
-# little contrast with its background (WCAG 2.1: 4.5).
+# little contrast with its background (WCAG 2.1: 4.5), a cell of many words is narrow.
 WRONG = """(contrast) => {
   const found = [];
   if (document.documentElement.scrollWidth > innerWidth) found.push(`${document.documentElement.scrollWidth} wide`);
   const lost = [...document.images].filter((image) => !image.complete || !image.naturalWidth);
   found.push(...lost.map((image) => `no picture ${image.alt}`));
+  const cells = [...document.querySelectorAll("main td")].filter((cell) => cell.innerText.trim().length >= 50);
+  const narrow = cells.filter((cell) => cell.clientWidth && cell.clientWidth < 130);
+  found.push(...narrow.map((cell) => `${cell.clientWidth} for ${cell.innerText.slice(0, 40)}`));
   if (!contrast) return found;
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const rgb = (colour) => {

@@ -131,7 +131,10 @@ def resumes(runs: Path, whole: plans.Plan, jobs: Sequence[Job], wish: Wish) -> b
     Raises:
         DSV4Error: the night has a name and this part of it was run already, or is not to be gone on with.
     """
-    same = manifest.alike(runs, whole.set, env.source_fingerprint(), jobs, wish.night)
+    shard = str(Shard.parse(wish.shard)) if wish.shard else ""  # of two empty shards each is run
+    same = [
+        one for one in manifest.alike(runs, whole.set, env.source_fingerprint(), jobs, wish.night) if one.shard == shard
+    ]
     over = bool(same) and same[-1].state == "complete"
     if wish.night and over:
         raise DSV4Error(f"the night {wish.night} has run this already: {same[-1].run_id} is complete")

@@ -14,10 +14,13 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from dsv4lib.errors import DSV4Error
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.report import cells
+from dsv4lib.lab.report.links import Links, connect
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
+from dsv4lib.lab.stage import discover
 from dsv4lib.lab.verdicts import LOOKS, SEVERITY, Verdict, exit_code_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -50,7 +53,11 @@ def write_report(
     templates = environment()
     places = sources or {}
     shown = [Shown(record, places.get(record.run_id, folder), clean) for record in records]
+    notebooks = _notebooks(root)
+    pages = {notebooks[one.record.stage]: one.file for one in reversed(shown) if one.record.stage in notebooks}
     for index, one in enumerate(shown):
+        source = notebooks.get(one.record.stage, one.record.notebook)
+        connect(one.page.blocks, Links(root, {**pages, source: one.file}), source, one.file)
         neighbours = {
             "before": shown[index - 1] if index else None,
             "after": shown[index + 1] if index + 1 < len(shown) else None,
@@ -71,6 +78,14 @@ def write_report(
     )
     write_atomic(out / "index.html", text.encode(errors="replace"))
     return out / "index.html"
+
+
+def _notebooks(root: Path) -> dict[str, str]:
+    """Paths of the notebooks by stage; none where a contract cannot be read, which must not cost the report."""
+    try:
+        return {stage.name: stage.notebook for stage in discover(root)} if (root / "stages").is_dir() else {}
+    except DSV4Error:
+        return {}
 
 
 class Shown:

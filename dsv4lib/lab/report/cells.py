@@ -25,18 +25,23 @@ from dsv4lib.lab.run.quick_nbformat import nbformat  # before nbconvert, which i
 
 # isort: split
 from markupsafe import Markup, escape
+from mistune.plugins.table import render_table_cell, table_in_list
 from nbconvert.filters import ansi2html
 from nbconvert.filters.highlight import Highlight2HTML
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbconvert.preprocessors.sanitize import SanitizeHTML
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
 
 from dsv4lib.lab.report.stamp import BANNER
+from dsv4lib.lab.report.tables import with_scrolling_tables, with_wide_cells
 
 PICTURE_BYTES = 1_300_000  # all pictures of one page, before base64; the page then stays under 2 MB
 TEXT_CHARACTERS = 12_000  # of one text output
 HTML_CHARACTERS = 100_000  # of one HTML or Markdown output
 PAGE_CHARACTERS = 600_000  # of all outputs of a page
 CARD_SHAPE = 1.6  # width to height of a picture on the index
+THUMBNAIL = "thumbnail"  # tag of a cell whose figure stands for its notebook
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 TAGS = (
@@ -74,7 +79,8 @@ class Block:
 class Page:
     """A rendered notebook: its blocks, and one picture, small. Also how many pictures came without a description.
 
-    ``small`` is the picture whose shape suits a card best so far (PNG and description), ``thumbnail`` its HTML.
+    ``small`` is the picture whose shape suits a card best so far (PNG and description), ``thumbnail`` its HTML. One of
+    a cell with the tag `thumbnail` is taken before all others; ``chosen`` says that this is the cell at hand.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -82,6 +88,7 @@ class Page:
     thumbnail: Markup | None = None
     small: tuple[bytes, str] | None = None
     thumbnail_fit: float = math.inf
+    chosen: bool = False
 
 
 class Pictures(Protocol):
@@ -138,7 +145,7 @@ def render_cells(notebook: nbformat.NotebookNode, title: str, clean: Callable[[s
             with _contained(page, "The source of a cell"):
                 pending = cell.metadata.get("papermill", {}).get("status") == "pending"
                 page.blocks.append(Block("pending" if pending else "code", _code(source)))
-            left_out = 0
+            left_out, page.chosen = 0, THUMBNAIL in cell.metadata.get("tags", [])
             for output in cell.get("outputs", []):
                 with _contained(page, "An output"):
                     left_out += not _output(page, output, title, clean, budget)
@@ -168,8 +175,10 @@ def note(text: str) -> Block:
 def markdown(source: str, pictures: Pictures | None = None) -> Markup:
     """Render Markdown with formulas as safe HTML; its headings start at level 2."""
     renderer = _Renderer(pictures or Inline(), escape=False, exclude_anchor_links=True)
-    safe = sanitize(MarkdownWithMath(renderer=renderer).render(source))
-    return Markup(re.sub(rf"{renderer.mark}(\d+)x", lambda m: renderer.held[int(m[1])], safe))
+    parser = MarkdownWithMath(renderer=renderer)
+    table_in_list(parser)
+    safe = sanitize(parser.render(source))
+    return with_scrolling_tables(re.sub(rf"{renderer.mark}(\d+)x", lambda m: renderer.held[int(m[1])], safe))
 
 
 def sanitize(text: str) -> Markup:
@@ -198,6 +207,16 @@ class _Renderer(IPythonRenderer):  # type: ignore[misc]
 
     def heading(self, text: str, level: int, **attributes: Any) -> str:
         return str(super().heading(text, min(level + 1, 6), **attributes))
+
+    def block_code(self, code: str, info: str | None = None) -> str:
+        try:
+            get_lexer_by_name((info or "").strip().partition(" ")[0])
+        except ClassNotFound:
+            info = None  # with one that pygments does not know, nbconvert writes its name into the code
+        return str(super().block_code(code, info=info))
+
+    def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
+        return str(render_table_cell(self, text.replace("\\|", "|"), align, head))  # an escaped pipe, also in code
 
     def inline_math(self, body: str) -> str:
         return self._hold(_formula(body, False))
@@ -270,7 +289,7 @@ def _output(page: Page, output: Any, title: str, clean: Callable[[str], str], bu
         page.blocks.append(note("An interactive control stands here when the notebook is open."))
     elif "text/html" in data:
         shown, rest = _head(clean(_joined(data["text/html"])))
-        return _add(page, budget, "table", sanitize(shown) + rest)
+        return _add(page, budget, "table", with_wide_cells(sanitize(shown)) + rest)
     elif "text/markdown" in data:
         shown, rest = _head(clean(_joined(data["text/markdown"])))
         return _add(page, budget, "prose", markdown(shown) + rest)
@@ -348,7 +367,7 @@ def _offer_thumbnail(page: Page, raw: bytes, alt: str) -> None:
 
     with Image.open(io.BytesIO(raw)) as opened:
         image = opened.convert("RGB")
-    fit = abs(math.log(image.width / image.height / CARD_SHAPE))
+    fit = abs(math.log(image.width / image.height / CARD_SHAPE)) - (100 if page.chosen else 0)
     if fit >= page.thumbnail_fit:
         return
     height = max(1, round(image.height * 560 / image.width))

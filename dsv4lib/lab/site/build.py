@@ -23,10 +23,11 @@ from markupsafe import Markup, escape
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.report import cells
 from dsv4lib.lab.report.build import ORDER, TEMPLATES, Shown, environment
+from dsv4lib.lab.report.links import Heading, Links, connect, take_title
 from dsv4lib.lab.report.scrub import scrub
+from dsv4lib.lab.report.tables import plain
 from dsv4lib.lab.run.files import read_own
 from dsv4lib.lab.site import search
-from dsv4lib.lab.site.links import Heading, Links, plain, take_title, with_anchors, with_scrolling_tables
 from dsv4lib.lab.site.sources import TOUR, Executed, Source, executed, sources, stages_by_notebook
 from dsv4lib.lab.stage import Stage
 from dsv4lib.lab.verdicts import LOOKS
@@ -35,7 +36,7 @@ OWN = Path(__file__).parent / "templates"
 MARK = ".dsv4-site"  # in a folder that this command made and may replace
 DOCUMENT_BYTES = 4 << 20
 PAGE_BYTES = 2_000_000
-FIGURE = re.compile(r"<!-- figure: (\w+) -->")  # in a document: drawn for the site, from a committed table
+FIGURE = re.compile(r"^<!-- figure: (\w+) -->$", re.M)  # a line of a document
 DRAWN = "drawn:"  # begins the address of such a figure
 TOUR_FILE = "tour.html"
 
@@ -152,7 +153,8 @@ def write_site(out: Path, root: Path, run: str | None = None) -> Made:
                 )
             else:
                 page = _document(source, root, clean, pictures)
-            _finish(page, links)
+            page.headings = connect(page.blocks, links, source.path, page.file)
+            page.title = Markup(links.rewrite(page.title, source.path))
             pages.append(page)
         _write(folder, pages, chosen.name)
         _replace(folder, out)
@@ -217,19 +219,6 @@ def _notebook(
         found, rest = take_title(blocks[0].html)
         title, blocks[0] = found or title, cells.Block("prose", rest)
     return Page(source, title, blocks, thumbnail=rendered.thumbnail, stage=stage, shown=shown, status=status)
-
-
-def _finish(page: Page, links: Links) -> None:
-    """Give the page's headings anchors and lead its links to the site's pages."""
-    taken: set[str] = set()
-    for block in page.blocks:
-        if block.kind in ("prose", "table"):
-            block.html = links.rewrite(block.html, page.source.path)
-        if block.kind == "prose":
-            text, headings = with_anchors(block.html, taken)
-            block.html, page.headings = with_scrolling_tables(text), page.headings + headings
-    links.anchors[page.file] = taken
-    page.title = Markup(links.rewrite(page.title, page.source.path))
 
 
 def _write(folder: Path, pages: list[Page], run: str) -> None:

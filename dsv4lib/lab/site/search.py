@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dsv4lib.lab.report.cells import Block
-from dsv4lib.lab.site.links import HEADING, plain
+from dsv4lib.lab.report.links import HEADING
+from dsv4lib.lab.report.tables import plain
 
 FILE = "search-index.js"
 SECTION_CHARACTERS = 6_000  # of one section

@@ -1,4 +1,4 @@
-"""Lead links from page to page, give headings anchors, and read the text of a page for the search.
+"""Lead links from page to page and give headings anchors.
 
 All of it works on HTML that has passed the report's allow-list, so attributes stand in double quotes and nothing runs.
 """
@@ -8,21 +8,19 @@ from __future__ import annotations
 import html
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from markupsafe import Markup, escape
 
+from dsv4lib.lab.report.cells import Block
+from dsv4lib.lab.report.tables import plain
+
 LINK = re.compile(r'<a((?:\s+[\w-]+="[^"]*")*)\s*>(.*?)</a>', re.S)
 HREF = re.compile(r'\s+href="([^"]*)"')
 HEADING = re.compile(r"<h([2-6])(?:\s[^>]*)?>(.*?)</h\1>", re.S)
-CELL = re.compile(r"<td((?:\s[^>]*)?)>(.*?)</td>", re.S)
-LONG = {"text": 50, "words": 18}  # class of a cell by its letters
-TAG = re.compile(r"<[^>]*>")
-INLINE = re.compile(r"</?(?:a|b|code|em|i|kbd|mark|s|small|span|strong|sub|sup|u|var)\b[^>]*>")  # inside of words
-ALT = re.compile(r'<img\b[^>]*?\balt="([^"]*)"[^>]*>')
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Links:
     broken: list[tuple[str, str]] = field(default_factory=list)
 
     def rewrite(self, text: str, source: str) -> Markup:
-        """Return ``text`` of the document ``source`` with links for the site.
+        """Return ``text`` of the document ``source`` with links to pages.
 
         Links to pages lead to them; those to other files of the workspace become text that names the file.
         """
@@ -99,6 +97,19 @@ class Links:
             return False
 
 
+def connect(blocks: Iterable[Block], links: Links, source: str, file: str) -> list[Heading]:
+    """Give the headings of page ``file`` of ``source`` anchors, lead its links to pages, and return the headings."""
+    headings: list[Heading] = []
+    taken = links.anchors[file] = set()
+    for block in blocks:
+        if block.kind in ("prose", "table"):
+            block.html = links.rewrite(block.html, source)
+        if block.kind == "prose":
+            block.html, found = with_anchors(block.html, taken)
+            headings += found
+    return headings
+
+
 def with_anchors(text: str, taken: set[str]) -> tuple[Markup, list[Heading]]:
     """Return ``text`` with an anchor on each heading, as GitHub names them, and the headings.
 
@@ -120,27 +131,6 @@ def with_anchors(text: str, taken: set[str]) -> tuple[Markup, list[Heading]]:
         return f'<h{found[1]} id="{escape(anchor)}">{found[2]}</h{found[1]}>'
 
     return Markup(HEADING.sub(name, text)), headings
-
-
-def with_scrolling_tables(text: str) -> Markup:
-    """Return ``text`` with each table in a box that scrolls, so that the page itself never does sideways.
-
-    Cells of several words get a class, for which the style sheet keeps columns from becoming a word wide.
-    """
-    text = CELL.sub(_with_width, text)
-    opened = re.sub(r"<table\b", '<div class="wide" tabindex="0"><table', text)
-    return Markup(opened.replace("</table>", "</table></div>"))
-
-
-def _with_width(found: re.Match[str]) -> str:
-    size = len(plain(found[2]))
-    kind = next((name for name, least in LONG.items() if size >= least), "")
-    return f'<td class="{kind}"{found[1]}>{found[2]}</td>' if kind and "class=" not in found[1] else found[0]
-
-
-def plain(text: str) -> str:
-    """Return the words of HTML, with the descriptions of pictures and formulas, on one line."""
-    return " ".join(html.unescape(TAG.sub(" ", INLINE.sub("", ALT.sub(r" \1 ", str(text))))).split())
 
 
 def take_title(text: str) -> tuple[Markup | None, Markup]:
