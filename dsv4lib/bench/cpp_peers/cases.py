@@ -54,8 +54,9 @@ class Case:
     Attributes:
         name: of the case. checkout: whose. arch: of the device. operands: in words.
         run: called on the active device; launches, and returns what to judge.
-        entries: that `run` calls. sm_count: of the device.
+        entries: that `run` calls. sm_count: of the device. ranks: how many devices there are.
         errors, lints: kinds of hazards that the kernels show under some schedule, argued in data/emulator/findings.md.
+        ours: our op on the same operands, None if it takes others.
         right: a schedule under which the numbers are right. unstable: others give wrong numbers.
     """
 
@@ -66,8 +67,10 @@ class Case:
     run: Callable[[], list[Output]]
     entries: tuple[Entry, ...]
     sm_count: int = 2
+    ranks: int = 1
     errors: frozenset[str] = frozenset()
     lints: frozenset[str] = frozenset()
+    ours: Callable[[], list[Output]] | None = None
     right: str = "round_robin"
     unstable: bool = False
 
@@ -98,7 +101,7 @@ def library(entry: Entry) -> Library:
 
 
 def run(case: Case, schedule: str = "round_robin", seed: int = 0, checks: str = "race") -> Seen:
-    """Run a case on a device of its own.
+    """Run a case on devices of its own.
 
     Raises:
         BackendUnavailable: its checkout, CUTLASS or nvcc is missing.
@@ -109,21 +112,26 @@ def run(case: Case, schedule: str = "round_robin", seed: int = 0, checks: str = 
     for entry in case.entries:  # compiled before the device is there
         library(entry)
     torch.manual_seed(0)
-    with emulator.device(
-        case.arch, shims=False, sm_count=case.sm_count, schedule=schedule, seed=seed, checks=checks
-    ) as gpu:
-        outputs = case.run()
+    settings = {"shims": False, "sm_count": case.sm_count, "schedule": schedule, "seed": seed, "checks": checks}
+    if case.ranks == 1:
+        with emulator.device(case.arch, **settings) as gpu:
+            outputs = case.run()
+        launches, hazards = gpu.launches, gpu.hazards
+    else:
+        with emulator.devices(case.ranks, case.arch, **settings) as group:
+            outputs = case.run()
+        launches, hazards = [one for gpu in group for one in gpu.launches], group.hazards
     digest = hashlib.sha256()
     for one in outputs:
         digest.update(one.got.contiguous().view(torch.uint8).numpy().tobytes())
     counts: dict[str, int] = {}
-    for launch in gpu.launches:
+    for launch in launches:
         name = short(launch.request.kernel_name)
         counts[name] = counts.get(name, 0) + launch.result.instructions
     errors = {one.name: one.error() for one in outputs}
     wrong = [one.name for one in outputs if not errors[one.name] <= one.bound]
     seen = Seen(errors, wrong, digest.hexdigest()[:16], counts)
-    for hazard in gpu.hazards:
+    for hazard in hazards:
         kinds = seen.hazards if hazard.severity == "error" else seen.lints
         if kinds[hazard.kind] < 2:
             seen.texts.append(str(hazard))
@@ -132,7 +140,9 @@ def run(case: Case, schedule: str = "round_robin", seed: int = 0, checks: str = 
 
 
 def short(mangled: str) -> str:
-    """Cut a mangled C++ name to the function's own: the last identifier of its nested name."""
+    """Cut a mangled C++ name to the last identifier of its nested name, one of the DSL to the class of the kernel."""
+    if mangled.startswith("kernel_cutlass_kernel_"):
+        return mangled.split("_")[3]
     rest, found = mangled.removeprefix("_Z").removeprefix("N").lstrip("KV"), mangled
     while rest[:1].isdigit():
         digits = len(rest) - len(rest.lstrip("0123456789"))

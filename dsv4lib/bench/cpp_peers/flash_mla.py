@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from dsv4lib import backends
 from dsv4lib.bench.cpp_peers.build import Checkout, Entry
 from dsv4lib.bench.cpp_peers.cases import Case, Output, library
 from dsv4lib.formats import kv_entry
@@ -138,18 +140,49 @@ def _cache(prefix: str, pages: torch.Tensor | None, page: int, indices: torch.Te
 _CACHE_STRIDES = ("kv_block", "kv_row", "indices_b", "indices_s_q")
 
 
+class Given(NamedTuple):
+    """Operands of a decode call; the second cache and its list are None without one."""
+
+    q: torch.Tensor
+    sink: torch.Tensor
+    pages: torch.Tensor
+    indices: torch.Tensor
+    lengths: torch.Tensor
+    extra_pages: torch.Tensor | None
+    extra: torch.Tensor | None
+
+
+def operands(sizes: Sizes) -> Given:
+    """Random ones: one query a request, lists without order, of the first request with -1 in its midst."""
+    batch, total = len(sizes.lengths), 5 * sizes.topk // 2
+    pages = _pages(total, sizes.page)
+    q, sink = torch.randn(batch, 1, sizes.heads, DIM).bfloat16(), torch.randn(sizes.heads)
+    indices = torch.stack([torch.randperm(total)[: sizes.topk] for _ in range(batch)])[:, None].int()
+    indices[0, 0, 1::7] = -1
+    lengths = torch.tensor(sizes.lengths, dtype=torch.int32)
+    if not sizes.extra:
+        return Given(q, sink, pages, indices, lengths, None, None)
+    extra = torch.stack([torch.randperm(sizes.extra + 5)[: sizes.extra] for _ in range(batch)])[:, None].int()
+    return Given(q, sink, pages, indices, lengths, _pages(sizes.extra + 5, sizes.extra_page), extra)
+
+
+def ours(sizes: Sizes, arch: str) -> list[Output]:
+    """Our `fmha` on the operands of `decode`."""
+    from dsv4lib.ops.fmha.op import fmha
+    from dsv4lib.ops.fmha.sources import Fp8Pages, Selected
+
+    given = operands(sizes)
+    entries = Selected(Fp8Pages(given.pages, sizes.page), given.indices[:, 0], given.lengths)
+    with backends.emulating(arch):
+        o, _ = fmha(given.q[:, 0], entries, sink=given.sink, backend="emulator")
+    return [Output("out", o[:, None], _want(given, sizes)[0], 2**-8, P_BF16)]
+
+
 def decode(sizes: Sizes, entry: Entry) -> list[Output]:
     """Schedule, decode and combine for as many requests as there are lengths, one query each."""
     batch, heads, arch = len(sizes.lengths), sizes.heads, entry.arch
-    total = 5 * sizes.topk // 2
-    pages = _pages(total, sizes.page)
-    q = torch.randn(batch, 1, heads, DIM).bfloat16()
-    sink = torch.randn(heads)
-    indices = torch.stack([torch.randperm(total)[: sizes.topk] for _ in range(batch)])[:, None].int()
-    indices[0, 0, 1::7] = -1  # of a request that has them in its midst
-    lengths = torch.tensor(sizes.lengths, dtype=torch.int32)
-    extra_pages = _pages(sizes.extra + 5, sizes.extra_page) if sizes.extra else None
-    extra = torch.stack([torch.randperm(sizes.extra + 5)[: sizes.extra] for _ in range(batch)])[:, None].int()
+    given = operands(sizes)
+    q, sink, pages, indices, lengths, extra_pages, extra = given
     out, lse = torch.full((batch, 1, heads, DIM), torch.nan).bfloat16(), torch.full((batch, 1, heads), torch.nan)
     splits = batch + sizes.parts
     lse_accum, o_accum = torch.full((splits, 1, heads), torch.nan), torch.full((splits, 1, heads, DIM), torch.nan)
@@ -207,7 +240,7 @@ def decode(sizes: Sizes, entry: Entry) -> list[Output]:
     }
     library(entry)(call)
     library(combine_entry(arch))(result)
-    want, want_lse = _want(q, pages, sizes, indices, lengths, extra_pages, extra, sink)
+    want, want_lse = _want(given, sizes)
     return [
         Output("out", out, want, 2**-8, P_BF16),
         Output("lse", lse, want_lse.masked_fill(want_lse == -torch.inf, torch.inf), 2**-20, LSE),
@@ -218,16 +251,17 @@ def _strides(name: str, tensor: torch.Tensor, dims: str) -> dict[str, int]:
     return {f"stride_{name}_{dim}": tensor.stride(i) for i, dim in enumerate(dims.split())}
 
 
-def _want(q, pages, sizes, indices, lengths, extra_pages, extra, sink):
+def _want(given: Given, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     """fp64 over the dequantised entries of both caches; entries past a request's length are not there."""
-    rows, _ = kv_entry.gather(pages, sizes.page, torch.arange(len(pages) * sizes.page), torch.float64)
-    seen = torch.where(torch.arange(sizes.topk) < lengths[:, None, None], indices, -1).long()
-    if extra_pages is not None:
-        more = torch.arange(len(extra_pages) * sizes.extra_page)
-        extra_rows, _ = kv_entry.gather(extra_pages, sizes.extra_page, more, torch.float64)
-        seen, rows = torch.cat((seen, extra.long() + len(rows)), -1), torch.cat((rows, extra_rows))
-    kv = rows.expand(len(q), *rows.shape)
-    return oracle.sparse(q.double(), kv, seen, sink.double(), DIM**-0.5)
+    every = torch.arange(len(given.pages) * sizes.page)
+    rows, _ = kv_entry.gather(given.pages, sizes.page, every, torch.float64)
+    seen = torch.where(torch.arange(sizes.topk) < given.lengths[:, None, None], given.indices, -1).long()
+    if given.extra_pages is not None and given.extra is not None:
+        every = torch.arange(len(given.extra_pages) * sizes.extra_page)
+        extra_rows, _ = kv_entry.gather(given.extra_pages, sizes.extra_page, every, torch.float64)
+        seen, rows = torch.cat((seen, given.extra.long() + len(rows)), -1), torch.cat((rows, extra_rows))
+    kv = rows.expand(len(given.q), *rows.shape)
+    return oracle.sparse(given.q.double(), kv, seen, given.sink.double(), DIM**-0.5)
 
 
 def prefill(tokens: int = 3, rows: int = 300, topk: int = 128, heads: int = 64) -> list[Output]:
@@ -273,9 +307,10 @@ def prefill(tokens: int = 3, rows: int = 300, topk: int = 128, heads: int = 64) 
     ]
 
 
-def _decode_case(name: str, entry: Entry, sizes: Sizes, operands: str, **more: object) -> Case:
+def _decode_case(name: str, entry: Entry, sizes: Sizes, what: str, **more: object) -> Case:
     entries = (schedule_entry(entry.arch), entry, combine_entry(entry.arch))
-    return Case(name, CHECKOUT, entry.arch, operands, partial(decode, sizes, entry), entries, **more)
+    beside = None if sizes.extra else partial(ours, sizes, entry.arch)
+    return Case(name, CHECKOUT, entry.arch, what, partial(decode, sizes, entry), entries, ours=beside, **more)
 
 
 # What the kernels are known to show; see data/emulator/findings.md.

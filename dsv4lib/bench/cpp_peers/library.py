@@ -77,11 +77,11 @@ class Library:
             EmulatorError: what stopped a kernel.
         """
         gpu, flat = RUNTIME.device(), {}
-        for tensor in also:
+        for tensor in (*also, *(value for value in values.values() if isinstance(value, torch.Tensor))):
+            RUNTIME.track(tensor)
             gpu.memory.tensor(tensor)
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                gpu.memory.tensor(value)
                 flat[name] = value.data_ptr()
             else:
                 flat[name] = 0 if value is None else value
