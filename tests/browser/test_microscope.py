@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsv4lib.emulator import gpu
+from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.emulator.microscope import page as pages
+from dsv4lib.emulator.microscope.collect import Collector
 from dsv4lib.emulator.microscope.page import ASSETS, MAX_BYTES, page, within
 from dsv4lib.emulator.microscope.stream import LIMIT, stream
 from dsv4lib.emulator.trace.trace import TMEM_KINDS, Trace
@@ -356,3 +359,47 @@ def test_narrow_and_dark(browser: Any, written: dict[str, Path]) -> None:
         papers.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
         tab.close()
     assert len(papers) == 2
+
+
+WAITING = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry waiting() {
+  .reg .pred %p<2>; .reg .b32 %r<2>;
+  bar.sync 1, 128; bar.sync 1, 128; mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 96; @%p1 bar.sync 1, 128;
+  ret;
+}
+"""
+
+
+def test_as_many_threads_have_arrived_as_wait(browser: Any, tmp_path: Path) -> None:
+    """At any moment, also where warps of a step run side by side."""
+    module = gpu.load(WAITING)
+    collector = Collector(module.device)
+    with pytest.raises(Deadlock) as stopped:
+        module.kernel("waiting").launch(1, 128)
+    collector.stopped(stopped.value)
+    (tmp_path / "waiting.html").write_text(page(collector.streams(), "waiting", "waiting.ptx"))
+    tab = browser.new_page()
+    tab.goto((tmp_path / "waiting.html").as_uri())
+    seen = tab.evaluate("""() => { const { launch, moments } = microscope.views[0];
+      return moments.map(([time]) => { const at = microscope.namedAt(launch, 0, time).get("named 1");
+        const here = microscope.warpsAt(launch, 0, time).filter((one) => one.reason === "barrier 1");
+        return [at.arrived, 32 * here.filter((one) => one.since > at.done).length, here.length]; }); }""")
+    assert [0, 0, 3] in seen and [96, 96, 3] in seen  # three are released, and at the end three wait
+    assert all(arrived == waiting or arrived == waiting + 32 for arrived, waiting, _ in seen), seen
+    scrub = tab.locator("[data-part=scrub]")
+    scrub.evaluate("(e) => { e.value = e.max; e.dispatchEvent(new Event('input')); }")
+    settle(tab)
+    assert "96 arrived of 128" in tab.locator("[data-part=barriers]").inner_text()
+    tab.close()
+
+
+def test_a_page_says_when_the_recording_was_full(browser: Any, tmp_path: Path, right: Any) -> None:
+    data = stream(right.trace) | {"dropped": 1234, "time": 5678}
+    (tmp_path / "full.html").write_text(page([data], "full"))
+    tab = browser.new_page()
+    tab.goto((tmp_path / "full.html").as_uri())
+    text = tab.locator("[data-part=cut]").inner_text()
+    assert "full after 5,678 warp-instructions: 1,234 later events" in text
+    tab.close()

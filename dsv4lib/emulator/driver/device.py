@@ -58,12 +58,13 @@ class Device:
         gmem: global memory; memory: registration of tensors in it.
         launches: every launch so far, in order.
         before: race detector of the latest launch, if the next one on its stream may overlap it.
-        tracing: record a trace of every launch; trace: that of the latest one, also if it failed.
+        tracing: record a trace of every launch (a number: in about so many bytes). trace: that of the latest one, also
+            if it failed.
         observer: called with the request and the result of every launch that ends.
     """
 
     def __init__(
-        self, arch: Architecture, settings: Settings, ctas: frozenset[Dim3] | None = None, tracing: bool = False
+        self, arch: Architecture, settings: Settings, ctas: frozenset[Dim3] | None = None, tracing: bool | int = False
     ):
         self.arch, self.settings, self.ctas = arch, settings, ctas
         self.index, self.count = 0, 1

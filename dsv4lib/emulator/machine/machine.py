@@ -77,7 +77,7 @@ class Machine:
         settings: Settings | None = None,
         *,
         variables: dict[str, int] | None = None,
-        trace: bool = False,
+        trace: bool | int = False,
         units: Any = None,
         device: int | None = None,
         before: tuple[GlobalRaces, ...] = (),
@@ -90,7 +90,7 @@ class Machine:
         self.arch = self.settings.arch
         self.grid, self.block, self.cluster_shape = request.grid, request.block, request.cluster
         self.variables = variables or {}
-        self.trace = Recorder(self) if trace else None
+        self.trace = Recorder(self, 0 if trace is True else trace) if trace else None
         self.rng = np.random.default_rng(self.settings.seed)
         self.stats: Counter[str] = Counter()
         self.time = self.ahead = 0

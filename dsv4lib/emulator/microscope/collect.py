@@ -15,6 +15,7 @@ from dsv4lib.emulator.microscope.stream import LIMIT, stream
 from dsv4lib.emulator.trace.trace import Trace
 
 LAUNCHES = 8  # of a page
+MAX_BYTES = 1 << 27  # of the records of a launch, about: 400,000 without copies
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Collector:
     def __init__(self, device: Device):
         self.device, self.launches = device, 0
         self.kept: list[Kept] = []
-        device.tracing, device.observer = True, self.ran
+        device.tracing, device.observer = MAX_BYTES, self.ran
 
     def ran(self, request: LaunchRequest, result: LaunchResult) -> None:
         """Take the trace of a launch that has ended."""

@@ -76,6 +76,7 @@ def stream(
         "smem_bytes": int(trace.smem_bytes),
         "time": int(trace.time),
         "events": int(trace.events),
+        "dropped": int(trace.dropped),
         "cut": cut,
         "tables": tables,
         "chunks": [list(runs) for runs in chunk_sets],

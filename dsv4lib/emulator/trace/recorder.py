@@ -6,6 +6,7 @@ times cheaper than writing into structured arrays one row at a time.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ _TABLES = (
     *("boxes", "mmas", "tmem", "smem", "mbarriers", "named", "states", "fences", "peers", "steps", "marks"),
     "hazards",
 )
+_ROW_BYTES = 300  # of a record's tuple and its numbers
 _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
 
 
@@ -38,11 +40,15 @@ class Recorder:
 
     Attributes:
         machine: whose launch; events: how many records so far.
+        until: time of the first record that there was no more room for, -1 while there is; dropped: how many came then.
     """
 
-    def __init__(self, machine: MachineView):
+    def __init__(self, machine: MachineView, most: int = 0):
+        """Begin; records take up to about ``most`` bytes, 0 = any number. Hazards are recorded in any case."""
         self.machine = machine
         self.events = 0
+        self.until, self.dropped = -1, 0
+        self._room = most or math.inf
         self._records: np.ndarray | None = None
         self._running: Warp | None = None  # in a slice now
         self._ahead = 0  # of the latest slice
@@ -67,8 +73,25 @@ class Recorder:
 
     def _when(self) -> tuple[int, int]:
         event = self.events
-        self.events += 1
+        self.events += self.until < 0
         return event, self._now()
+
+    def _add(self, table: str, row: tuple, nbytes: int = 0) -> bool:
+        """Add a record that keeps further bytes, if there is room."""
+        if not self._has_room(nbytes):
+            return False
+        self._tables[table].append(row)
+        return True
+
+    def _has_room(self, nbytes: int = 0) -> bool:
+        """Take the room of a record. Once there is none, nothing later is recorded: what there is has no holes."""
+        if self.until < 0 and self._room < nbytes + _ROW_BYTES:
+            self.until = self._now()
+        if self.until >= 0:
+            self.dropped += 1
+            return False
+        self._room -= nbytes + _ROW_BYTES
+        return True
 
     def _now(self) -> int:
         warp = self._running
@@ -90,11 +113,11 @@ class Recorder:
         self._running = warp
         if self.machine.ahead != self._ahead:
             self._ahead = self.machine.ahead
-            self._tables["steps"].append((self.machine.time, self.machine.time + self._ahead))
+            self._add("steps", (self.machine.time, self.machine.time + self._ahead))
         known = self._stretch.get(warp.agent)
         if known is None or known[3] == "wait":
             self._end_stretch(warp)
-            self._stretch[warp.agent] = (*self._place(warp), "run", "", -1, self._now())
+            self._begin_stretch(warp, "run", "", -1)
         self._mark(warp, self._place(warp))
 
     def serves(self, warp: Warp, instr: Instr) -> None:
@@ -105,7 +128,7 @@ class Recorder:
     def _mark(self, warp: Warp, place: tuple[int, int, int]) -> None:
         if self._stands.get(warp.agent) != place[2]:
             self._stands[warp.agent] = place[2]
-            self._tables["marks"].append((*place, self._now()))
+            self._add("marks", (*place, self._now()))
 
     def slice_ends(self, warp: Warp) -> None:
         """Record the end of a warp's slice."""
@@ -130,7 +153,7 @@ class Recorder:
         """Record that a warp cannot go on."""
         self._end_stretch(warp)
         barrier = getattr(block, "barrier", -1)
-        self._stretch[warp.agent] = (*self._place(warp), "wait", block.reason, barrier, self._now())
+        self._begin_stretch(warp, "wait", block.reason, barrier)
 
     def warp_exits(self, warp: Warp) -> None:
         """Record that a warp has exited."""
@@ -138,6 +161,10 @@ class Recorder:
 
     def _place(self, warp: Warp) -> tuple[int, int, int]:
         return self._origin(warp, warp.program.instruction(warp.words[PC]) if not warp.exited else None)
+
+    def _begin_stretch(self, warp: Warp, state: str, reason: str, barrier: int) -> None:
+        if self._has_room():
+            self._stretch[warp.agent] = (*self._place(warp), state, reason, barrier, self._now())
 
     def _end_stretch(self, warp: Warp) -> None:
         known = self._stretch.pop(warp.agent, None)
@@ -149,7 +176,7 @@ class Recorder:
     def issued(self, op: AsyncOp) -> None:
         """Record an operation that is queued. The second half of one keeps the row of the first."""
         key = op.unit, op.order
-        if key not in self._rows:
+        if key not in self._rows and self._has_room():
             self._rows[key] = len(self._ops)
             origin = self._origin(op.warp, op.instr)
             self._ops.append([op.unit.partition(":")[0], *origin, *self._when(), -1, -1])
@@ -173,17 +200,19 @@ class Recorder:
         chunks = chunks.ravel()
         first, end = 16 * int(chunks.min()), 16 * int(chunks.max()) + 16
         number = self._op if op is None else op
-        self._tables["smem"].append((*self._when(), number, self._cta(cta), *origin[1:], what, write, first, end))
-        self._chunks.append(chunks)
+        row = (*self._when(), number, self._cta(cta), *origin[1:], what, write, first, end)
+        if self._add("smem", row, chunks.nbytes):
+            self._chunks.append(chunks)
 
     def tma(self, copy: Any) -> None:
         """Record a completed tensor copy (`units.tma.TensorCopy`)."""
         tensor = self._tensors.setdefault(copy.tensor, len(self._tensors))
         coords = (*copy.coords, *(0,) * (5 - len(copy.coords)))
         place, barrier = copy.placement, -1 if copy.barrier is None else copy.barrier
-        self._tables["boxes"].append(
+        self._add(
+            "boxes",
             (*self._when(), self._op, self._cta(copy.cta), copy.kind, copy.mode, tensor, coords)
-            + (place.first, place.end, copy.nbytes, barrier)
+            + (place.first, place.end, copy.nbytes, barrier),
         )
         chunks = np.arange(place.first >> 4, place.end + 15 >> 4) if place.index is None else place.index
         origin = self._origin(copy.op.warp, copy.op.instr)
@@ -210,7 +239,7 @@ class Recorder:
     def _peer(self, origin: tuple[int, int, int], what: str, address: int, nbytes: int) -> None:
         holder = self.machine.gmem.find(address)
         if holder is not None and holder.device not in (None, self.machine.device):
-            self._tables["peers"].append((*self._when(), *origin, what, holder.device, address, nbytes))
+            self._add("peers", (*self._when(), *origin, what, holder.device, address, nbytes))
 
     def cp_async(self, warp: Warp, instr: Instr, to: np.ndarray, start: np.ndarray, size: int) -> None:
         """Record a warp's completed cp.async: offsets, global addresses, bytes a lane."""
@@ -226,7 +255,7 @@ class Recorder:
         """Record tcgen05.ld, st or cp, or a part of an MMA. "mma" writes D, "A" reads it; columns [first, end)."""
         origin = self._origin(warp, instr)
         row = (*self._when(), self._op, self._cta(cta), *origin[1:], what, what not in ("ld", "A"), *span)
-        self._tables["tmem"].append((*row, pack_lanes(lanes)))
+        self._add("tmem", (*row, pack_lanes(lanes)))
 
     def mma(self, mma: Any) -> None:
         """Record a completed tcgen05.mma (`tcgen05_core.Mma`) or wgmma (`units.wgmma`)."""
@@ -234,16 +263,18 @@ class Recorder:
         when = self._when()
         shape = getattr(mma, "shape", None)
         if shape is None:  # wgmma: the accumulator is in registers; a warp's part has 16 rows
-            self._tables["mmas"].append(
+            self._add(
+                "mmas",
                 (*when, self._op, *origin, f"wgmma {mma.a_format}", 16, mma.n, mma.k, -1, -1, 0, mma.accumulate)
-                + (2 * 16 * mma.n * mma.k,)
+                + (2 * 16 * mma.n * mma.k,),
             )
             return
         column, lane = mma.d & 0xFFFF, mma.d >> 16
         width = mma.width
-        self._tables["mmas"].append(
+        self._add(
+            "mmas",
             (*when, self._op, *origin, shape.kind, shape.m, shape.n, shape.k, column, lane, width, mma.accumulate)
-            + (2 * shape.m * shape.n * shape.k,)
+            + (2 * shape.m * shape.n * shape.k,),
         )
         numbers = np.broadcast_to(np.arange(128)[:, None], (128, 512))
         for region in mma.regions:
@@ -256,18 +287,16 @@ class Recorder:
         """Record a change of an mbarrier."""
         b = barrier
         done = b.pending == 0 and b.tx == 0
-        self._tables["mbarriers"].append(
-            (*self._when(), self._cta(b.cta), b.offset, b.phase, b.pending, b.expected, b.tx, done)
-        )
+        self._add("mbarriers", (*self._when(), self._cta(b.cta), b.offset, b.phase, b.pending, b.expected, b.tx, done))
 
     def barrier(self, warp: Warp, kind: str, number: int, arrived: int, expected: int) -> None:
         """Record a warp's arrival at a named barrier or at its cluster's."""
         instr = warp.program.instruction(warp.words[PC])
-        self._tables["named"].append((*self._when(), *self._origin(warp, instr), kind, number, arrived, expected))
+        self._add("named", (*self._when(), *self._origin(warp, instr), kind, number, arrived, expected))
 
     def tcgen05_fence(self, warp: Warp, instr: Instr, when: str) -> None:
         """Record a tcgen05.fence."""
-        self._tables["fences"].append((*self._when(), *self._origin(warp, instr), when))
+        self._add("fences", (*self._when(), *self._origin(warp, instr), when))
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -289,7 +318,7 @@ class Recorder:
         """Convert everything so far to arrays; also after a launch that failed."""
         machine = self.machine
         for start in list(self._stretch.values()):
-            self._tables["states"].append((*start, machine.time))
+            self._tables["states"].append((*start, machine.time + 1))  # it has not exited
         self._stretch.clear()
         program = machine.program
         count = len(program.instructions)
@@ -302,7 +331,8 @@ class Recorder:
             grid=machine.grid,
             smem_bytes=machine.smem_bytes,
             events=self.events,
-            time=machine.time,
+            time=machine.time if self.until < 0 else self.until,
+            dropped=self.dropped,
             ops=np.array([tuple(row) for row in self._ops], tables.OPS),
             labels=[str(label) for label in self._labels],
             chunks=self._chunks,

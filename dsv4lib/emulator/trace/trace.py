@@ -86,7 +86,8 @@ class Trace:
 
     Attributes:
         kernel, grid, smem_bytes: of the launch; a CTA's number is x + grid_x (y + grid_y z).
-        events, time: how many records; logical time at the end.
+        events, time: how many records; logical time at the end, or when there was no more room for records.
+        dropped: records that there was no room for: all after ``time``.
         ops, boxes, mmas, tmem, smem, mbarriers, named, states, fences, peers, steps, marks, hazards: arrays of the
             dtypes above.
         labels: text of each row of ``ops``; chunks: chunk numbers of each row of ``smem``.
@@ -123,6 +124,7 @@ class Trace:
     texts: list[str] = field(default_factory=list, repr=False)
     marks: np.ndarray = field(default_factory=lambda: np.empty(0, MARKS), repr=False)
     hazards: np.ndarray = field(default_factory=lambda: np.empty(0, HAZARDS), repr=False)
+    dropped: int = 0
 
     def common(self, times: Any) -> np.ndarray:
         """Convert times of this launch to a clock that all devices of a group share.

@@ -62,7 +62,7 @@ class Launch {
     const found = this.raw.findings.filter((one) => one.cta === cta).map((one) => one.time);
     const times = [...rows.marks.map((i) => marks.time[i]), ...rows.states.flatMap((i) => [states.time[i], states.end[i]]), ...found];
     let at = 0;
-    for (const time of times.sort((a, b) => a - b)) {
+    for (const time of times.filter((one) => one <= this.raw.time).sort((a, b) => a - b)) { // a warp that has not exited ends later
       while (at < events.length && events[at][0] <= time) at++;
       out.push([time, at ? events[at - 1][1] : -1]);
     }

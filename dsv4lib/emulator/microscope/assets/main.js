@@ -178,7 +178,7 @@ class View {
       this.selected = { warp };
       this.show();
     }));
-    fill(this.part("barriers"), ...barrierPanel(launch, cta, event, warps));
+    fill(this.part("barriers"), ...barrierPanel(launch, cta, event, time, warps));
     fill(this.part("tmem"), ...tmemPanel(launch, cta, event));
     fill(this.part("smem"), ...smemPanel(launch, cta, event));
     if (this.drawn && this.drawn.launch === launch && this.drawn.line === line) return;
@@ -217,6 +217,7 @@ function cutText(launch) {
     if (cut.part) out.push(`of ${launch.ctaName(cut.part.cta)} only the time from ${cut.part.first.toLocaleString("en")} to ${cut.part.last.toLocaleString("en")}`);
     if (cut.part && cut.part.lost) out.push(`older accesses that still show and are left out: ${cut.part.lost.toLocaleString("en")}`);
   }
+  if (launch.raw.dropped) out.push(`the recording was full after ${launch.raw.time.toLocaleString("en")} warp-instructions: ${count(launch.raw.dropped, "later event")} and what findings after that saw are not shown`);
   if (launch.raw.left_out) out.push(`launches of the program that are not shown: ${launch.raw.left_out.toLocaleString("en")}`);
   return out.length ? `${out.join("; ")}.` : "";
 }
@@ -248,4 +249,4 @@ add(data, data.target || "this report");
 const redraw = () => views.forEach((view) => view.show());
 window.addEventListener("resize", () => views.forEach((view) => view.timeline.draw()));
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-window.microscope = { views, tmemAt, smemAt, barriersAt, warpsAt };
+window.microscope = { views, tmemAt, smemAt, barriersAt, namedAt, warpsAt };

@@ -119,13 +119,11 @@ function smemPanel(launch, cta, event) {
   return [canvas, legend(kinds, BYTES), element("p", { class: "words", text: listed(texts, "Nothing has touched it yet.") })];
 }
 
-function barrierPanel(launch, cta, event, warps) {
+function barrierPanel(launch, cta, event, time, warps) {
   const known = barriersAt(launch, cta, event);
   for (const one of warps) if (one.state === "wait" && one.barrier >= 0 && !known.has(one.barrier & OFFSET_MASK)) known.set(one.barrier & OFFSET_MASK, null);
   const named = launch.tables.named;
-  const rows = launch.part(cta).rows.named;
-  const last = new Map();
-  for (let i = 0; i < countUpTo(rows, named.event, event); i++) last.set(`${named.kind[rows[i]]} ${named.number[rows[i]]}`, rows[i]);
+  const last = namedAt(launch, cta, time);
   if (!known.size && !last.size) return [element("p", { class: "none", text: "No barrier has been used yet." })];
   const waiting = (offset) => warps.filter((one) => one.state === "wait" && one.barrier >= 0 && (one.barrier & OFFSET_MASK) === offset).map((one) => one.warp).join(", ");
   const unseen = (offset) => [element("td", { text: "0 (even)" }), element("td", { text: "no arrival yet" }), element("td"), element("td", { text: waiting(offset) })];
@@ -135,12 +133,15 @@ function barrierPanel(launch, cta, event, warps) {
     element("td", { text: `${one.pending} of ${one.expected}` }),
     element("td", { text: one.tx ? one.tx.toLocaleString("en") : "" }),
     element("td", { text: waiting(offset) })] : unseen(offset))));
-  for (const [name, row] of [...last].sort()) {
+  for (const [name, { row, done, arrived }] of [...last].sort((a, b) => (a[0] < b[0] ? -1 : 1))) {
     const cluster = named.kind[row] === "cluster"; // of which the trace has the phase, not how many are expected
     const reason = cluster ? "barrier.cluster" : name.replace("named", "barrier");
+    const here = warps.filter((one) => one.state === "wait" && one.reason === reason);
+    const released = here.filter((one) => one.since <= done).map((one) => one.warp).join(", ");
+    const still = here.filter((one) => one.since > done).map((one) => one.warp).join(", ");
     body.push(element("tr", {}, element("th", { scope: "row", text: cluster ? "cluster's barrier" : reason }),
-      element("td", { text: cluster ? String(named.expected[row]) : "" }), element("td", { text: cluster ? "" : `${named.arrived[row]} arrived of ${named.expected[row]}` }), element("td"),
-      element("td", { text: warps.filter((one) => one.state === "wait" && one.reason === reason).map((one) => one.warp).join(", ") })));
+      element("td", { text: cluster ? String(named.expected[row]) : "" }), element("td", { text: cluster ? "" : `${arrived} arrived of ${named.expected[row]}` }), element("td"),
+      element("td", { text: released ? `${still ? `${still}; ` : ""}released: ${released}` : still })));
   }
   const head = element("tr", {}, ...["barrier", "phase", "pending arrivals", "bytes to come", "warps that wait"].map((text) => element("th", { scope: "col", text })));
   return [element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))];

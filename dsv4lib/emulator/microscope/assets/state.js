@@ -67,6 +67,23 @@ function barriersAt(launch, cta, event) {
   return new Map([...out].sort((a, b) => a[0] - b[0]));
 }
 
+/**
+ * Named barriers and the cluster's at a time, as `warpsAt` is: the row of the latest arrival, how many threads have arrived
+ * since the last completion, and when that was. A warp that waits since then or longer is released, though it runs later.
+ */
+function namedAt(launch, cta, time) {
+  const { named } = launch.tables;
+  const known = new Map();
+  for (const row of launch.part(cta).rows.named) {
+    if (named.time[row] > time) continue;
+    const key = `${named.kind[row]} ${named.number[row]}`;
+    const complete = named.kind[row] !== "cluster" && named.arrived[row] === named.expected[row];
+    const done = complete ? named.time[row] : known.has(key) ? known.get(key).done : -1;
+    known.set(key, { row, done, arrived: complete ? 0 : named.arrived[row] });
+  }
+  return known;
+}
+
 /** What each warp does at a time: runs or waits, on what, and the PTX line where it stands. */
 function warpsAt(launch, cta, time) {
   const { states, marks } = launch.tables;
