@@ -1,0 +1,145 @@
+"""Finish a tile of E4M3 products in registers: SwiGLU, a scale for 128 features of a token, codes.
+
+Gate and up of a feature are rows g and g + 8 of a thread, so a value needs no other thread's sums. A scale does: the
+largest magnitude goes through shuffles of the eight lanes that share a token, then through shared memory, where both
+warpgroups' warps meet. Codes go back through shared memory, so that a thread stores 16 bytes of a token.
+
+    shared memory   codes [token][128 B, pitch 144]    inverse of the scale [token]    largest magnitude [warp][token]
+
+A barrier of both warpgroups after each of: magnitudes, inverses, codes. The next tile's magnitudes lie apart from what
+slow warps still read, which all have done before its first barrier is passed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsv4lib.dsl import convert
+from dsv4lib.dsl.asm import asm
+from dsv4lib.ops.moe_gemm.sm90.config import HALF, REDUCE
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
+from dsv4lib.ops.moe_gemm.sm90.groups import Tile
+from dsv4lib.ops.moe_gemm.sm90.mma import load
+from dsv4lib.ops.moe_gemm.sm90.wide.config import BLOCKS, CODES_PITCH, GROUPS, TILE_BLOCKS, TOKENS
+
+PIECE = 16  # bytes that a thread stores
+PIECES = TILE_BLOCKS * HALF // PIECE  # of a token
+WARPS = 4 * GROUPS
+
+
+class Room(NamedTuple):
+    """Addresses in shared memory, see the module docstring."""
+
+    codes: Int32
+    inverses: Int32
+    magnitudes: Int32
+
+
+class Quantise(Epilogue):
+    """What both consumer warpgroups do with a tile's sums where the result is E4M3."""
+
+    @cute.jit
+    def finish_tile(
+        self, blocks: Int32, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, factors: list, rSum: cute.Tensor
+    ):
+        """Quantise the 128 features of a tile; both warpgroups call it.
+
+        Args:
+            blocks: of 64 rows of weights.
+            sSum: room in shared memory.
+            factors: of the sums of each block: of gates, of ups.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        codes = sSum.iterator.toint()
+        inverses = codes + CODES_PITCH * self.tile_n
+        room = Room(codes, inverses, inverses + 4 * self.tile_n)
+        for part in cutlass.range_constexpr(self.tile_n // TOKENS):
+            if part * TOKENS < tile.rows:
+                self.activate_part(blocks, tile, group, part, room, ends, factors, rSum)
+        self.sync_groups()
+        if tidx < cute.round_up(tile.rows, TOKENS):
+            self.find_scale(blocks, tile, tidx, room, ends)
+        self.sync_groups()
+        for part in cutlass.range_constexpr(self.tile_n // TOKENS):
+            if part * TOKENS < tile.rows:
+                self.encode_part(group, part, room, rSum)
+        self.sync_groups()
+        for i in cutlass.range(tidx, self.stored(tile) * PIECES, 32 * WARPS, unroll=1):
+            token, piece = i // PIECES, i % PIECES
+            column = tile.feature * (TILE_BLOCKS * HALF) + piece * PIECE
+            if column < blocks * HALF:
+                words = load(room.codes + token * CODES_PITCH + piece * PIECE, 4)
+                target = ends.out[tile.row + token, None].iterator.toint() + column
+                asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [target, *words])
+
+    @cute.jit
+    def activate_part(
+        self,
+        blocks: Int32,
+        tile: Tile,
+        group: Int32,
+        part: cutlass.Constexpr,
+        room: Room,
+        ends: Ends,
+        factors: list,
+        rSum: cute.Tensor,
+    ):
+        """Make values of 16 tokens, in the registers of their gates, and a warp's largest magnitudes of them."""
+        tidx, _, _ = cute.arch.thread_idx()
+        for c in cutlass.range_constexpr(TOKENS // 8 * 2):
+            token = part * TOKENS + c // 2 * 8 + tidx % 4 * 2 + c % 2
+            weight, amax = Float32(1.0), Float32(0.0)
+            if cutlass.const_expr(self.routed):
+                weight = ends.routing[tile.row + cutlass.min(token, tile.rows - 1)]
+            for own in cutlass.range_constexpr(BLOCKS):
+                at = self.place_of(own, part, c)
+                value = self.activate(rSum[at] * factors[own].low, rSum[at + 2] * factors[own].high, ends.limit)
+                if cutlass.const_expr(self.routed):
+                    value = value * weight
+                rSum[at] = value
+                there = tile.feature * TILE_BLOCKS + group * BLOCKS + own < blocks
+                amax = cute.arch.fmax(amax, cutlass.select_(there, convert.magnitude(value), Float32(0.0)), nan=True)
+            for i in cutlass.range_constexpr(2, 5):
+                amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << i), nan=True)
+            if tidx % 32 < 4:
+                place = room.magnitudes + (tidx // 32 * self.tile_n + token) * 4
+                asm("st.shared.f32 [$0], $1;", [], [place, amax])
+
+    def place_of(self, own: int, part: int, c: int) -> int:
+        """Return the register of a gate: of block ``own``, of the part's token 8 (c / 2) + 2 t + c mod 2."""
+        return own * (self.tile_n // 2) + part * (TOKENS // 2) + c // 2 * 4 + c % 2
+
+    @cute.jit
+    def find_scale(self, blocks: Int32, tile: Tile, token: Int32, room: Room, ends: Ends):
+        """Find a token's scale of what the warps found; store it, four times, and its inverse."""
+        amax = Float32(0.0)
+        for warp in cutlass.range_constexpr(WARPS):
+            place = room.magnitudes + (warp * self.tile_n + token) * 4
+            amax = cute.arch.fmax(amax, asm("ld.shared.f32 $0, [$1];", [Float32], [place]), nan=True)
+        code, inverse = convert.to_ue8m0(amax, convert.E4M3_MAX)
+        asm("st.shared.f32 [$0], $1;", [], [room.inverses + 4 * token, inverse])
+        row = tile.row + token
+        at = row // 128 * cute.ceil_div(ends.out.shape[1], 128) + tile.feature
+        for block in cutlass.range_constexpr(TILE_BLOCKS):
+            if token < self.stored(tile) and tile.feature * TILE_BLOCKS + block < blocks:
+                ends.scales[at, row % 32 * 16 + row % 128 // 32 * 4 + block] = cutlass.Uint8(code)
+
+    @cute.jit
+    def encode_part(self, group: Int32, part: cutlass.Constexpr, room: Room, rSum: cute.Tensor):
+        """Store the codes of 16 tokens in shared memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        feature = group * (BLOCKS * HALF) + tidx % 128 // 32 * 8 + tidx % 32 // 4
+        for c in cutlass.range_constexpr(TOKENS // 8 * 2):
+            token = part * TOKENS + c // 2 * 8 + tidx % 4 * 2 + c % 2
+            inverse = asm("ld.shared.f32 $0, [$1];", [Float32], [room.inverses + 4 * token])
+            for own in cutlass.range_constexpr(BLOCKS):
+                code = convert.to_e4m3(rSum[self.place_of(own, part, c)] * inverse)
+                asm("st.shared.u8 [$0], $1;", [], [room.codes + token * CODES_PITCH + feature + own * HALF, code])
+
+    def sync_groups(self) -> None:
+        """Wait for both consumer warpgroups: what the others stored is there."""
+        cute.arch.barrier(barrier_id=REDUCE, number_of_threads=32 * WARPS)
