@@ -40,14 +40,14 @@ from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M
 from dsv4lib.ops.moe_gemm.sm90.load import Sources, Stages
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES, HALF_BYTES, THREAD_BYTES, load, looked_up, pure
 from dsv4lib.ops.moe_gemm.sm90.wide.config import BLOCKS, TILE_BLOCKS, WideE4m3Config
+from dsv4lib.ops.moe_gemm.sm90.wide.finish import Finish
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
-from dsv4lib.ops.moe_gemm.sm90.wide.quantise import Quantise
 
 AHEAD = 2  # loads of four tokens' scales each, before they are used
 REST = 133  # what E4M3 of a row's largest scale lacks: 127, and 2^6 that it has more
 
 
-class WideE4m3MoeGemm(Quantise, WideMoeGemm, WideE4m3Config):
+class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
     """Grouped GEMM of many tokens an expert in E4M3 on Hopper: options as `WideE4m3Config`."""
 
     # --------------------------------------------------------------- consume
@@ -191,8 +191,11 @@ class WideE4m3MoeGemm(Quantise, WideMoeGemm, WideE4m3Config):
     ):
         """See `WideMoeGemm.finish_blocks`; sums get the factors of their rows before."""
         factors = self.row_factors(mW, tile, group)
+        scales = self.both(factors, self.scales_of(tile, ends))
         if cutlass.const_expr(self.quantised):
-            self.finish_tile(mW.shape[1], tile, group, sSum, ends, self.both(factors, self.scales_of(tile, ends)), rSum)
+            self.finish_tile(mW.shape[1], tile, group, sSum, ends, scales, rSum)
+        elif cutlass.const_expr(self.out == "bf16" and not self.swiglu):
+            self.finish_rows(mW.shape[1], tile, group, sSum, ends, scales, rSum)
         else:
             self.multiply_rows(factors, rSum)
             WideMoeGemm.finish_blocks(self, mW, tile, group, sSum, ends, rSum)

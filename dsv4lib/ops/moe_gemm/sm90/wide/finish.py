@@ -1,13 +1,16 @@
-"""Finish a tile of E4M3 products in registers: SwiGLU, a scale for 128 features of a token, codes.
+"""Finish a tile of E4M3 products: SwiGLU in registers and E4M3 codes, or rows in bf16.
 
-Gate and up of a feature are rows g and g + 8 of a thread, so a value needs no other thread's sums. A scale does: the
-largest magnitude goes through shuffles of the eight lanes that share a token, then through shared memory, where both
-warpgroups' warps meet. Codes go back through shared memory, so that a thread stores 16 bytes of a token.
+Codes. Gate and up of a feature are rows g and g + 8 of a thread, so a value needs no other thread's sums. A scale does:
+the largest magnitude of 128 features goes through shuffles of the eight lanes that share a token, then through shared
+memory, where both warpgroups' warps meet. Codes go back through shared memory: a thread stores 16 bytes of a token.
 
     shared memory   codes [token][128 B, pitch 144]    inverse of the scale [token]    largest magnitude [warp][token]
 
-A barrier of both warpgroups after each of: magnitudes, inverses, codes. The next tile's magnitudes lie apart from what
-slow warps still read, which all have done before its first barrier is passed.
+A barrier of both warpgroups follows magnitudes, inverses and codes. The next tile's magnitudes lie apart from what slow
+warps still read, which all have done before its first barrier is passed.
+
+Rows in bf16. A warpgroup transposes 16 tokens x 128 features by `stmatrix` ([token][256 B, pitch 272]), and a thread
+stores 16 bytes of a token, too.
 """
 
 from __future__ import annotations
@@ -16,19 +19,23 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from dsv4lib.dsl import convert
 from dsv4lib.dsl.asm import asm
-from dsv4lib.ops.moe_gemm.sm90.config import HALF, REDUCE
-from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
+from dsv4lib.dsl.warp_mma import stmatrix
+from dsv4lib.ops.moe_gemm.sm90.config import HALF, PITCH, REDUCE
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue, Scales
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile
+from dsv4lib.ops.moe_gemm.sm90.layout import TILE_M
 from dsv4lib.ops.moe_gemm.sm90.mma import load
 from dsv4lib.ops.moe_gemm.sm90.wide.config import BLOCKS, CODES_PITCH, GROUPS, TILE_BLOCKS, TOKENS
 
 PIECE = 16  # bytes that a thread stores
 PIECES = TILE_BLOCKS * HALF // PIECE  # of a token
 WARPS = 4 * GROUPS
+ROW_BYTES = 2 * BLOCKS * TILE_M  # of a token's bf16 of a warpgroup
+ROW_PITCH = 4 * PITCH
 
 
 class Room(NamedTuple):
@@ -39,12 +46,12 @@ class Room(NamedTuple):
     magnitudes: Int32
 
 
-class Quantise(Epilogue):
-    """What both consumer warpgroups do with a tile's sums where the result is E4M3."""
+class Finish(Epilogue):
+    """What the consumer warpgroups do with a tile's sums."""
 
     @cute.jit
     def finish_tile(
-        self, blocks: Int32, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, factors: list, rSum: cute.Tensor
+        self, blocks: Int32, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, factors: list[Scales], rSum: cute.Tensor
     ):
         """Quantise the 128 features of a tile; both warpgroups call it.
 
@@ -85,7 +92,7 @@ class Quantise(Epilogue):
         part: cutlass.Constexpr,
         room: Room,
         ends: Ends,
-        factors: list,
+        factors: list[Scales],
         rSum: cute.Tensor,
     ):
         """Make values of 16 tokens, in the registers of their gates, and a warp's largest magnitudes of them."""
@@ -143,3 +150,46 @@ class Quantise(Epilogue):
     def sync_groups(self) -> None:
         """Wait for both consumer warpgroups: what the others stored is there."""
         cute.arch.barrier(barrier_id=REDUCE, number_of_threads=32 * WARPS)
+
+    @cute.jit
+    def finish_rows(
+        self,
+        blocks: Int32,
+        tile: Tile,
+        group: Int32,
+        sSum: cute.Tensor,
+        ends: Ends,
+        factors: list[Scales],
+        rSum: cute.Tensor,
+    ):
+        """Store a warpgroup's 128 features in bf16, 16 tokens at a time; arguments as of `finish_tile`."""
+        tidx, _, _ = cute.arch.thread_idx()
+        thread, lane = tidx % 128, tidx % 32
+        room = sSum.iterator.toint() + group * (TOKENS * ROW_PITCH)
+        corner = room + lane // 16 * (8 * ROW_PITCH) + lane % 8 * ROW_PITCH + thread // 32 * 32 + lane // 8 % 2 * PIECE
+        for part in cutlass.range_constexpr(self.tile_n // TOKENS):
+            first = part * TOKENS
+            if first < tile.rows:
+                for own in cutlass.range_constexpr(BLOCKS):
+                    stmatrix(corner + own * (2 * TILE_M), self.rounded(own, part, factors[own], rSum))
+                self.sync_group(group)
+                for i in cutlass.range_constexpr(TOKENS * ROW_BYTES // PIECE // 128):
+                    place = i * 128 + thread
+                    token, piece = place // (ROW_BYTES // PIECE), place % (ROW_BYTES // PIECE)
+                    block = tile.feature * TILE_BLOCKS + group * BLOCKS + piece // (2 * TILE_M // PIECE)
+                    if first + token < self.stored(tile) and block < blocks:
+                        words = load(room + token * ROW_PITCH + piece * PIECE, 4)
+                        column = tile.feature * (TILE_BLOCKS * TILE_M) + group * (BLOCKS * TILE_M) + piece * (PIECE // 2)
+                        target = ends.out[tile.row + first + token, None].iterator.toint() + Int64(2 * column)
+                        asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [target, *words])
+                self.sync_group(group)
+
+    def rounded(self, own: int, part: int, scales: Scales, rSum: cute.Tensor) -> list[Int32]:
+        """Return sums of a block and 16 tokens in bf16: of rows g and g + 8 and tokens below 8, then of the others."""
+        words = []
+        for i in range(TOKENS // 8):
+            at = self.place_of(own, part, 2 * i)
+            for half, scale in enumerate(scales):
+                low, high = (rSum[at + 2 * half + c] * scale for c in range(2))
+                words.append(asm("cvt.rn.bf16x2.f32 $0, $1, $2;", [Int32], [high, low], pure=True))
+        return words
