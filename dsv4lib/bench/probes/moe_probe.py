@@ -3,7 +3,7 @@
 Each variant is the kernel of ``dsv4lib.ops.moe_gemm.sm90.wide.e4m3`` with one thing left out, so its results are wrong:
 
     whole         all of it; checked against fp64 before it is timed
-    mixed         expansion may be issued between MMAs (results are right); not_kept: after the wait for them, too
+    mixed         expansion may be issued between MMAs (results are right)
     no_expansion  A is what was loaded, without tables
     no_promotion  one of eight sums is added up
     no_tokens     tokens are not copied to shared memory; no_weights: nor are weights
@@ -110,19 +110,9 @@ class Mixed(WideE4m3MoeGemm):
         """See `WideE4m3MoeGemm.part`."""
 
 
-class NotKept(WideE4m3MoeGemm):
-    """The assembler may expand after the wait for MMAs."""
-
-    def keep(self, rA: cute.Tensor, words: list, chunks: Int32) -> None:
-        """See `WideE4m3MoeGemm.keep`."""
-        for i, word in enumerate(words):
-            rA[i] = word
-
-
 VARIANTS = {
     "whole": WideE4m3MoeGemm,
     "mixed": Mixed,
-    "not_kept": NotKept,
     "no_expansion": NoExpansion,
     "no_promotion": NoPromotion,
     "no_tokens": NoTokens,

@@ -19,11 +19,12 @@ SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "rand
 L1 = {"swiglu": True, "routed": True}
 RUNS = {  # options, counts, N, K
     "32 tokens, two tiles": ({"tile_n": 32, "out": "fp32", "alpha": False, "step_k": 128}, [33, 0, 5], 64, 384),
-    "128 tokens to mxfp8, odd tiles": ({**L1, "out": "mxfp8"}, [100, 3, 84], 320, 512),
+    "112 tokens to mxfp8, odd tiles": ({**L1, "out": "mxfp8"}, [100, 3, 84], 320, 512),
+    "64 tokens to bf16, odd tiles": ({"tile_n": 64, "out": "bf16", "step_k": 256}, [65, 0, 37], 320, 768),
 }
 MORE = {
     "64 tokens, fewer rows than a tile": ({"tile_n": 64, "out": "fp32"}, [65, 0, 40], 320, 512),
-    "128 tokens, swiglu": ({**L1, "step_k": 256}, [100, 3, 84], 128, 256),
+    "112 tokens, swiglu": ({**L1, "step_k": 256}, [100, 3, 84], 128, 256),
     "32 tokens to mxfp8": ({**L1, "tile_n": 32, "out": "mxfp8", "step_k": 256}, [17, 0, 9], 192, 256),
 }
 

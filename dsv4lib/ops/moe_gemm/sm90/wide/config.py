@@ -18,6 +18,7 @@ FIRST_LOAD_WARP = 4 * GROUPS
 THREADS = 128 * GROUPS + 32 * LOAD_WARPS  # more: 128 registers a thread at launch, and ptxas waits for every MMA
 CONSUMER_REGISTERS, LOAD_REGISTERS = 240, 24  # of 504 that a lane of a quarter of an SM has at launch
 LAUNCH_REGISTERS = 168
+CODES_PITCH = 144  # bytes from one token's codes to the next: 128, and 16 that spread bytes of a warp over banks
 TOKENS = 16  # of a tile that are finished together
 
 
@@ -108,5 +109,7 @@ class WideE4m3Config(WideConfig):
         self.kind, self.row_bytes, self.scaled, self.sums_factor = "e4m3", CHUNK_K, True, 1.0
         self.scale_bytes = TILE_M * self.blocks + TILE_M  # and the largest of each row
         self.sfx_bytes, self.block_mmas = 4 * self.tile_n, 1
-        self.sum_slots = TILE_BLOCKS if self.quantised else GROUPS
+        self.sum_slots = GROUPS
+        if self.quantised:  # codes, and of every token an fp32 and one of each warp
+            self.sum_slots = -(-self.tile_n * (CODES_PITCH + 4 + 16 * GROUPS) // (4 * TOKENS * PITCH))
         self.finish_layout()

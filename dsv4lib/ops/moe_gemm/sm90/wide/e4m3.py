@@ -32,22 +32,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4lib.dsl import convert, wgmma
+from dsv4lib.dsl import wgmma
 from dsv4lib.dsl.asm import asm
-from dsv4lib.ops.moe_gemm.sm90.config import HALF, REDUCE
 from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Scales
 from dsv4lib.ops.moe_gemm.sm90.groups import Groups, Tile
 from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M
 from dsv4lib.ops.moe_gemm.sm90.load import Sources, Stages
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES, HALF_BYTES, THREAD_BYTES, load, looked_up, pure
-from dsv4lib.ops.moe_gemm.sm90.wide.config import BLOCKS, GROUPS, TILE_BLOCKS, TOKENS, WideE4m3Config
+from dsv4lib.ops.moe_gemm.sm90.wide.config import BLOCKS, TILE_BLOCKS, WideE4m3Config
+from dsv4lib.ops.moe_gemm.sm90.wide.finish import Finish
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 
 AHEAD = 2  # loads of four tokens' scales each, before they are used
 REST = 133  # what E4M3 of a row's largest scale lacks: 127, and 2^6 that it has more
 
 
-class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
+class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
     """Grouped GEMM of many tokens an expert in E4M3 on Hopper: options as `WideE4m3Config`."""
 
     # --------------------------------------------------------------- consume
@@ -100,19 +100,19 @@ class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
         each = self.step_k // CHUNK_K
         rA = cute.make_rmem_tensor(CHUNK_K // BLOCK * 4, Int32)
         self.wait_for_stage(stages, stage, parity)
-        self.keep(rA, self.expanded(stages.w.toint() + stage * self.w_bytes, Int32(0)), chunks)
+        self.keep(rA, self.expanded(stages.w.toint() + stage * self.w_bytes, Int32(0)))
         for chunk in cutlass.range(chunks, unroll=1):
             operand, sfx = wgmma.operand(stages.x + stage * self.x_bytes), stages.sfx + stage * self.sfx_bytes
             w = stages.w.toint() + stage * self.w_bytes
             sums = self.issue(columns, operand, rA)
             self.part(stages, stage, parity)
-            self.keep(rA, self.expanded(w + self.block_bytes, chunk % each), chunks)
+            self.keep(rA, self.expanded(w + self.block_bytes, chunk % each))
             self.promote_block(sums, 0, sfx, rSum)
             sums = self.issue(columns, operand, rA)
             next_stage, next_parity, own = self.after(stage, parity, chunk, chunks)
             self.wait_for_stage(stages, cutlass.select_(own, stage, next_stage), cutlass.select_(own, parity, next_parity))
             w = stages.w.toint() + cutlass.select_(own, stage, next_stage) * self.w_bytes
-            self.keep(rA, self.expanded(w, (chunk + 1) % each), chunks)
+            self.keep(rA, self.expanded(w, (chunk + 1) % each))
             self.promote_block(sums, 1, sfx, rSum)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -155,15 +155,8 @@ class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
         """Wait for what is there: MMAs before and expansion after stay apart in the assembler's order."""
         cute.arch.mbarrier_wait(stages.full + stage, parity)
 
-    def keep(self, rA: cute.Tensor, words: list, chunks: Int32) -> None:
-        """Put words of A into registers here, not where they are used: stores that never happen need them.
-
-        The assembler, which does not know that ``chunks`` is not negative, would move what makes them after the next wait
-        for MMAs.
-        """
-        stores = " ".join(f"st.shared.v4.b32 [$16 + {4 * i}], {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}};" for i in range(0, 16, 4))
-        text = f"{{ .reg .pred p; setp.ge.s32 p, $16, 0; @p bra.uni kept; {stores} kept: }}"
-        asm(text, [], [*words, chunks])
+    def keep(self, rA: cute.Tensor, words: list) -> None:
+        """Put words of A into registers."""
         for i, word in enumerate(words):
             rA[i] = word
 
@@ -197,88 +190,38 @@ class WideE4m3MoeGemm(WideMoeGemm, WideE4m3Config):
         self, mW: cute.Tensor, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor
     ):
         """See `WideMoeGemm.finish_blocks`; sums get the factors of their rows before."""
-        tidx, _, _ = cute.arch.thread_idx()
-        start = TILE_M * self.step_k // 2 + TILE_M * self.blocks
-        for own in cutlass.range_constexpr(BLOCKS):
-            feature = cutlass.min(tile.feature * TILE_BLOCKS + group * BLOCKS + own, mW.shape[1] - 1)
-            for half in cutlass.range_constexpr(2):
-                row = tidx % 128 // 32 * 16 + tidx % 32 // 4 + 8 * half
-                base = Int32(mW[tile.expert, feature, 0, start + row])
-                bits = base + (127 - REST) << 23
-                factor = asm("mov.b32 $0, $1;", [Float32], [bits], pure=True)
-                self.multiply_row(rSum, own, half, factor)
+        factors = self.row_factors(mW, tile, group)
+        scales = self.both(factors, self.scales_of(tile, ends))
         if cutlass.const_expr(self.quantised):
-            self.finish_tile(mW.shape[1], tile, group, sSum, ends, rSum)
+            self.finish_tile(mW.shape[1], tile, group, sSum, ends, scales, rSum)
+        elif cutlass.const_expr(self.out == "bf16" and not self.swiglu):
+            self.finish_rows(mW.shape[1], tile, group, sSum, ends, scales, rSum)
         else:
+            self.multiply_rows(factors, rSum)
             WideMoeGemm.finish_blocks(self, mW, tile, group, sSum, ends, rSum)
 
-    def multiply_row(self, rSum: cute.Tensor, own: int, half: int, factor: Float32) -> None:
-        """Multiply a thread's sums of row g, or g + 8, of a block."""
-        each = self.tile_n // 2
-        for c in (c for c in range(each) if c // 2 % 2 == half):
-            rSum[own * each + c] = rSum[own * each + c] * factor
-
-    @cute.jit
-    def finish_tile(self, blocks: Int32, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor):
-        """Quantise the 128 features of a tile, 16 tokens at a time; both warpgroups call it.
-
-        Args:
-            sSum: fp32 [position, token, block].
-        """
+    def row_factors(self, mW: cute.Tensor, tile: Tile, group: Int32) -> list[Float32]:
+        """Return what sums of row g, and of g + 8, of each block lack."""
         tidx, _, _ = cute.arch.thread_idx()
-        lane = cute.arch.lane_idx()
-        place, column = tidx % 128 // 32 * 8 + lane // 4, lane % 4 * 2
-        scales = self.scales_of(tile, ends)
-        for part in cutlass.range_constexpr(self.tile_n // TOKENS):
-            first = part * TOKENS
-            if first < tile.rows:
-                for own in cutlass.range_constexpr(BLOCKS):
-                    for c in cutlass.range_constexpr(TOKENS // 2):
-                        value = rSum[own * self.tile_n // 2 + first // 2 + c]
-                        token = c // 4 * 8 + column + c % 2
-                        sSum[place + c // 2 % 2 * HALF, token, group * BLOCKS + own] = value
-                self.sync_groups()
-                end = cutlass.min(self.stored(tile) - first, TOKENS)
-                for token in cutlass.range(tidx // 32, end, 4 * GROUPS, unroll=1):
-                    self.finish_features(blocks, tile, first, token, sSum, ends, scales)
-                self.sync_groups()
+        start = TILE_M * self.step_k // 2 + TILE_M * self.blocks
+        factors = []
+        for own in range(BLOCKS):
+            feature = cutlass.min(tile.feature * TILE_BLOCKS + group * BLOCKS + own, mW.shape[1] - 1)
+            for half in range(2):
+                row = tidx % 128 // 32 * 16 + tidx % 32 // 4 + 8 * half
+                bits = Int32(mW[tile.expert, feature, 0, start + row]) + (127 - REST) << 23
+                factors.append(asm("mov.b32 $0, $1;", [Float32], [bits], pure=True))
+        return factors
 
-    @cute.jit
-    def finish_features(
-        self,
-        blocks: Int32,
-        tile: Tile,
-        first: cutlass.Constexpr,
-        token: Int32,
-        sSum: cute.Tensor,
-        ends: Ends,
-        scales: Scales,
-    ):
-        """Store the 128 features of a token with one scale: lane l has feature l of each block of 32."""
-        lane, row, width = cute.arch.lane_idx(), tile.row + first + token, ends.out.shape[1]
-        low, high = self.places()
-        values, amax = cute.make_rmem_tensor(TILE_BLOCKS, Float32), Float32(0.0)
-        for block in cutlass.range_constexpr(TILE_BLOCKS):
-            gate, up = sSum[low, token, block] * scales.low, sSum[high, token, block] * scales.high
-            values[block] = self.activate(gate, up, ends.limit)
-            if cutlass.const_expr(self.routed):
-                values[block] = values[block] * ends.routing[row]
-            if tile.feature * TILE_BLOCKS + block < blocks:
-                amax = cute.arch.fmax(amax, convert.magnitude(values[block]), nan=True)
-        for i in cutlass.range_constexpr(5):
-            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << i), nan=True)
-        code, inverse = convert.to_ue8m0(amax, convert.E4M3_MAX)
-        for block in cutlass.range_constexpr(TILE_BLOCKS):
-            column = tile.feature * TILE_BLOCKS + block
-            if column < blocks:
-                ends.out[row, column * HALF + lane] = cutlass.Uint8(convert.to_e4m3(values[block] * inverse))
-        if lane < TILE_BLOCKS and tile.feature * TILE_BLOCKS + lane < blocks:
-            at = row // 128 * cute.ceil_div(width, 128) + tile.feature
-            ends.scales[at, row % 32 * 16 + row % 128 // 32 * 4 + lane] = cutlass.Uint8(code)
+    def both(self, factors: list[Float32], scales: Scales) -> list[Scales]:
+        """Return factors of a block's gates and ups, of those of its rows and those of the expert."""
+        return [Scales(factors[2 * b] * scales.low, factors[2 * b + 1] * scales.high) for b in range(BLOCKS)]
 
-    def sync_groups(self) -> None:
-        """Wait for both consumer warpgroups: sums are there, or have been read."""
-        cute.arch.barrier(barrier_id=REDUCE, number_of_threads=128 * GROUPS)
+    def multiply_rows(self, factors: list[Float32], rSum: cute.Tensor) -> None:
+        """Multiply a thread's sums by what they lack."""
+        each = self.tile_n // 2
+        for c in range(BLOCKS * each):
+            rSum[c] = rSum[c] * factors[c // each * 2 + c // 2 % 2]
 
 
 def table(halves: Int32, block: int) -> tuple[Int32, Int32]:
