@@ -11,8 +11,10 @@ flushed; warm: a node of a CUDA graph.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
 from dsv4lib.ops.fmha.sm90.launch import parts
 from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.ops.fmha.work import KeyRows
+from dsv4lib.predict import table
 
 ARCH = "sm_90a"
 SMS = 132
@@ -148,36 +151,73 @@ def caller(given: Given, kind: type, warps: int, early: int, splits: int, o: tor
     return split
 
 
-def run(processes: int) -> list[AttentionTimes]:
-    """Measure all variants on the GPU here, each checked before it is timed."""
+def given_of(layer: LayerKind, tokens: int) -> Given:
+    """Make the tensors of a row."""
+    shape, generator = bench.shape(FLASH, layer), torch.Generator("cuda").manual_seed(0)
+    if tokens == CHUNK:
+        return bench.prefill_of(shape, tokens, bench.CONTEXT // FLASH.rate(layer), generator)
+    return bench.given_of(shape, tokens, generator)
+
+
+def checked(given: Given, variant: tuple[type, int, int, int]) -> Call:
+    """Return a call of a variant that agrees with fp64."""
+    tokens = len(given["q"])
+    o = torch.full((tokens, FLASH.n_heads, kv_entry.HEAD_DIM), float("nan"), device="cuda").bfloat16()
+    call = caller(given, *variant, o)
+    call()
+    torch.cuda.synchronize()
+    bench.check({**given, "q": given["q"][:8]}, {"o": o})
+    return call
+
+
+def name_of(variant: tuple[type, int, int, int]) -> str:
+    """Return kernel, warps and early of a variant."""
+    kind, warps, early, _ = variant
+    return f"{'decode' if kind is DecodeFmha else 'prefill'}-{warps}-{early}"
+
+
+def check(form: str) -> None:
+    """Check one form in all rows."""
+    for layer, tokens in SPLITS:
+        given = given_of(layer, tokens)
+        for variant in variants(layer, tokens):
+            if name_of(variant) == form:
+                print("checking", layer, tokens, form, "splits", variant[-1], flush=True)
+                checked(given, variant)
+    print(form, "is right", flush=True)
+
+
+def run(processes: int, forms: list[str]) -> list[AttentionTimes]:
+    """Measure the variants of some forms on the GPU here, each checked before it is timed."""
     compile_all(processes)
     clock, rows = GpuClock(), []
-    for layer in LAYERS:
-        for tokens in (n for kind, n in SPLITS if kind is layer):
-            shape, generator = bench.shape(FLASH, layer), torch.Generator("cuda").manual_seed(0)
-            if tokens == CHUNK:
-                given = bench.prefill_of(shape, tokens, bench.CONTEXT // FLASH.rate(layer), generator)
-            else:
-                given = bench.given_of(shape, tokens, generator)
-            calls, names = [], []
-            for kind, warps, early, splits in variants(layer, tokens):
-                o = torch.full((tokens, FLASH.n_heads, kv_entry.HEAD_DIM), float("nan"), device="cuda").bfloat16()
-                call = caller(given, kind, warps, early, splits, o)
-                call()
-                torch.cuda.synchronize()
-                bench.check({**given, "q": given["q"][:8]}, {"o": o})
-                calls.append(call)
-                names.append(("decode" if kind is DecodeFmha else "prefill", warps, int(early), splits))
-            warm, cold = clock.warm(calls), clock.cold(calls)
-            for name, each_warm, each_cold in zip(names, warm, cold, strict=True):
-                rows.append(AttentionTimes(str(layer), tokens, *name, each_warm, each_cold.median))
-                print(probes.line(rows[-1]), flush=True)
+    for layer, tokens in SPLITS:
+        given = given_of(layer, tokens)
+        wanted = [one for one in variants(layer, tokens) if name_of(one) in forms]
+        calls = [checked(given, one) for one in wanted]
+        warm, cold = clock.warm(calls), clock.cold(calls)
+        for (kind, warps, early, splits), each_warm, each_cold in zip(wanted, warm, cold, strict=True):
+            name = "decode" if kind is DecodeFmha else "prefill"
+            rows.append(AttentionTimes(str(layer), tokens, name, warps, early, splits, each_warm, each_cold.median))
+            print(probes.line(rows[-1]), flush=True)
     return rows
 
 
 def main() -> None:
     """Run the command line."""
-    probes.main(__doc__, AttentionTimes, run)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", help="a form to check, without times")
+    parser.add_argument("--compile", type=int, default=0, help="compile all, in so many processes, and end")
+    parser.add_argument("--forms", default="", help="to time, with commas")
+    parser.add_argument("--record", type=Path, help="where the table goes")
+    given = parser.parse_args()
+    if given.compile:
+        compile_all(given.compile)
+    elif given.check:
+        check(given.check)
+    else:
+        print(probes.heads(AttentionTimes))
+        table.record(run(1, given.forms.split(",")), given.record)
 
 
 if __name__ == "__main__":

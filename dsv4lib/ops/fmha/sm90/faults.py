@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from dsv4lib.ops.fmha.sm90.attend import Place
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
-from dsv4lib.ops.fmha.sm90.keys import Ring, loaded
+from dsv4lib.ops.fmha.sm90.keys import KeyPlace, Ring, loaded
 
 
 class NoProxyFence(DecodeFmha):
@@ -63,11 +63,11 @@ class BlindGuess(DecodeFmha):
     """The index that was loaded before the lists' lengths were known is taken for the first one whatever they are."""
 
     @cute.jit
-    def known(self, index: Int32, address: Int64, guess: object):
+    def known(self, place: KeyPlace, guess: object):
         """See `Keys.known`."""
         if cutlass.const_expr(guess is not None):
             return guess.index  # WRONG
-        return loaded(index, address)
+        return loaded(*place)
 
 
 KINDS = (NoProxyFence, EveryKeyCounts, HastyEnd, OwnSum, FirstAngles, BlindGuess)

@@ -46,11 +46,24 @@ class Ring(NamedTuple):
     empty: cute.Pointer
 
 
-class Guess(NamedTuple):
-    """An index, and where it was loaded from before it was known to be needed; 0: nowhere."""
+class KeyPlace(NamedTuple):
+    """Where an index is: at an address, if ``listed`` is not 0; else ``index`` is it.
 
-    address: Int64
+    The address is one of the list's even where nothing is read there. Whether to read is a number of its own and not an
+    address of 0: ptxas was seen to compare an address with 0 before a predicated instruction had written it.
+    """
+
     index: Int32
+    listed: Int32
+    address: Int64
+
+
+class Guess(NamedTuple):
+    """An index that was loaded, if ``listed`` is not 0, from ``address`` before it was known to be needed."""
+
+    index: Int32
+    listed: Int32
+    address: Int64
 
 
 class Keys(Config):
@@ -127,24 +140,32 @@ class Keys(Config):
     @cute.jit
     def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32, guess: Any = None):
         """Return the index of the ``key``-th entry of a tile; -1: none."""
-        index, address, place = Int32(-1), Int64(0), tile * TILE_N + key
+        found, place = self.nowhere(lists, work.token), tile * TILE_N + key
         if tile < work.end:
             if cutlass.const_expr(self.entries != "none"):
                 if place < work.window_at and place < work.entries:
-                    index, address = self.named(lists.entries.index, work.token, place, work.entry_row)
+                    found = self.named(lists.entries.index, work.token, place, work.entry_row, found)
             if cutlass.const_expr(self.window):
                 place = place - work.window_at
                 if place >= 0 and place < work.window:
-                    index, address = self.named(lists.window.index, work.token, place, work.window_row)
-        return self.known(index, address, guess)
+                    found = self.named(lists.window.index, work.token, place, work.window_row, found)
+        return self.known(found, guess)
 
     @cute.jit
-    def known(self, index: Int32, address: Int64, guess: Any):
-        """Load the index at ``address`` unless the `Guess` has it; ``index`` where the address is 0."""
+    def known(self, place: KeyPlace, guess: Any):
+        """Return the index of a `KeyPlace`, loaded unless the `Guess` has it."""
+        index, listed, address = place
         if cutlass.const_expr(guess is not None):
-            if address != 0 and address == guess.address:
-                index, address = guess.index, Int64(0)
-        return loaded(index, address)
+            if listed != 0 and guess.listed != 0 and address == guess.address:
+                index, listed = guess.index, Int32(0)
+        return loaded(index, listed, address)
+
+    def nowhere(self, lists: KeyLists, token: Int32) -> KeyPlace:
+        """Return the `KeyPlace` of no key."""
+        for keys in lists:
+            if keys is not None and keys.index is not None:
+                return KeyPlace(Int32(-1), Int32(0), keys.index[token, None].iterator.toint())
+        return KeyPlace(Int32(-1), Int32(0), Int64(0))
 
     def tiles_of_split(self, tiles: Int32, splits: KeySplits) -> Int32:
         """Return how many tiles of a token a split has, but for the last ones."""
@@ -167,16 +188,17 @@ class Keys(Config):
             tile = items.split * self.tiles_of_split(tiles, items.splits)
         thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
         place = tile * TILE_N + (thread >> 5) * self.keys + (thread & self.keys - 1)
-        address = Int64(0)
+        token, listed = cutlass.min(items.first, items.end - 1), Int32(0)
         if place >= 0 and place < width:
-            address = keys.index[cutlass.min(items.first, items.end - 1), None].iterator.toint() + Int64(place) * 4
-        return Guess(address, loaded(Int32(-1), address))
+            listed = Int32(1)
+        address = keys.index[token, None].iterator.toint() + Int64(cutlass.max(place * listed, 0)) * 4
+        return Guess(loaded(Int32(-1), listed, address), listed, address)
 
-    def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32) -> tuple[Int32, Int64]:
-        """Return (row, 0) of a range, or (-1, where a list has it)."""
+    def named(self, mIndex: Any, token: Int32, place: Int32, first: Int32, nowhere: KeyPlace) -> KeyPlace:
+        """Return the `KeyPlace` of a key: the row itself of a range, else where a list has it."""
         if mIndex is None:
-            return first + place, Int64(0)
-        return Int32(-1), mIndex[token, None].iterator.toint() + Int64(first + place) * 4
+            return KeyPlace(first + place, Int32(0), nowhere.address)
+        return KeyPlace(Int32(-1), Int32(1), mIndex[token, None].iterator.toint() + Int64(first + place) * 4)
 
     @cute.jit
     def fetch(
@@ -213,10 +235,10 @@ class Keys(Config):
             scales[1] = Int32(0)
 
 
-def loaded(default: Int32, address: Int64) -> Int32:
-    """Load a word, or take ``default`` where the address is 0. Nothing writes its register later, so nothing waits."""
-    text = "{ .reg .pred p; setp.ne.s64 p, $2, 0; mov.b32 $0, $1; @p ld.global.b32 $0, [$2]; }"
-    return asm(text, [Int32], [default, address])
+def loaded(default: Int32, there: Int32, address: Int64) -> Int32:
+    """Load a word, or take ``default`` where ``there`` is 0. Nothing writes its register later, so nothing waits."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, $1; @p ld.global.b32 $0, [$3]; }"
+    return asm(text, [Int32], [default, there, address], early=True)
 
 
 @dsl_user_op

@@ -183,17 +183,17 @@ class PrefillKeys(Keys):
         if tile >= now.tiles:
             token, entries, window, entry_row, window_row, window_at, _ = following
             place = place - now.tiles * TILE_N
-        index, in_window, address = Int32(-1), Int32(0), Int64(0)
+        found, in_window = self.nowhere(lists, token), Int32(0)
         if cutlass.const_expr(self.entries != "none"):
             if place < window_at and place < entries:
-                index, address = self.named(lists.entries.index, token, place, entry_row)
+                found = self.named(lists.entries.index, token, place, entry_row, found)
         if cutlass.const_expr(self.window):
             place = place - window_at
             if place >= 0:
                 in_window = Int32(1)
                 if place < window:
-                    index, address = self.named(lists.window.index, token, place, window_row)
-        return self.known(index, address, guess), in_window
+                    found = self.named(lists.window.index, token, place, window_row, found)
+        return self.known(found, guess), in_window
 
     @cute.jit
     def start(
