@@ -328,8 +328,11 @@ def gemm_bytes(shape: Shape, number: int, card: Gpu, experts: float, rows: int) 
     return experts * features * k * recipe.weight + sum(b for b in held if b > card["l2_size"])
 
 
-def others_us(shape: Shape, card: Gpu) -> float:
-    """Predict the four launches that are no GEMMs. Each has a dependent launch, its waits and its bytes."""
+def others_us(shape: Shape, card: Gpu) -> dict[str, float]:
+    """Predict the four launches that are no GEMMs. Each has a dependent launch, its waits and its bytes.
+
+    The router reads its weights from HBM before.
+    """
     model, recipe = MODELS[shape.model], RECIPES[shape.mode]
     rows, row = shape.tokens * TOP, model.hidden * 2
     nbytes = {
@@ -338,8 +341,9 @@ def others_us(shape: Shape, card: Gpu) -> float:
         "quantise": rows * (row + model.hidden * recipe.activation),
         "combine": (rows + shape.tokens) * row,
     }
-    clocks = sum(static_model.short_clocks(card, waits, nbytes[name]) for name, waits in WAITS.items())
-    return card.microseconds(clocks + (model.experts * row) / card.hbm_clk_bytes)
+    clocks = {name: static_model.short_clocks(card, waits, nbytes[name]) for name, waits in WAITS.items()}
+    clocks["router"] += model.experts * row / card.hbm_clk_bytes
+    return {name: card.microseconds(count) for name, count in clocks.items()}
 
 
 # ------------------------------------------------------------------ the table
@@ -384,7 +388,7 @@ def predict(shape: Shape, card: Gpu, errors: dict[str, tuple[float, float]]) -> 
     for number, c in enumerate(chosen):
         nbytes = gemm_bytes(shape, number, card, active, TOP * shape.tokens)
         times.append(timed(c, counts, *shape.gemms()[number], card, nbytes))
-    rest = others_us(shape, card)
+    rest = sum(others_us(shape, card).values())
     total = times[0].us + times[1].us + rest
     fixed = times[0].fixed_us + times[1].fixed_us
     slowest = max(times, key=lambda time: time.us)

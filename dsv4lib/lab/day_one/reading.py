@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -170,14 +171,25 @@ def _number(text: str | None) -> float | None:
 
 
 def predictions() -> dict[tuple[str, str], float]:
-    """Modelled times of rows of the bench on a B200: decode steps of attention at its 32,768 tokens."""
-    from dsv4lib.predict import fmha
+    """Modelled times of rows of the bench on a B200.
+
+    Decode steps of attention at its 32,768 tokens; router and dispatch of the MoE layer. Its GEMMs have rows for a
+    Hopper only, and a row of the combine adds the shared expert, which the model does not.
+    """
+    from dsv4lib.bench.ops import inputs
+    from dsv4lib.predict import fmha, moe
+    from dsv4lib.predict.rates import gpu
 
     found = {}
     for row in fmha.recorded():
         of_bench = row.context == 32768 or row.kind == "SWA"
         if row.phase == "decode" and row.pool == "fp8" and row.variant == "as built" and of_bench:
             found["fmha", f"{row.model} {row.kind} T {row.batch}"] = row.modelled_us
+    card = gpu("B200")
+    for model, tokens in itertools.product(moe.MODELS, inputs.DECODE):
+        launches = moe.others_us(moe.Shape(model, "mxfp4", tokens), card)
+        for op, name in (("router", "router"), ("moe_dispatch", "dispatch")):
+            found[op, f"{model} T {tokens}"] = launches[name]
     return found
 
 

@@ -21,6 +21,8 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.lab import cli
 from dsv4lib.lab.day_one import archive, differences, forms, gpu, plan, reading, runner, worker
 from dsv4lib.lab.day_one.plan import Step
+from dsv4lib.ops.moe_dispatch import bench as moe_dispatch
+from dsv4lib.ops.router import bench as router
 
 PATH = str(env.package().parent)
 
@@ -345,6 +347,9 @@ def test_commands_with_their_tables_and_failures(tmp_path: Path) -> None:
     (row,) = reading.times(found)
     modelled = reading.predictions()["fmha", "Flash CSA T 8"]
     assert (row.us, row.floor_us, row.modelled_us) == (9.0, 1.0, modelled) and modelled > 0
+    rows = {f"{row.op} {row.shape}" for module in (router, moe_dispatch) for row in module.rows()}
+    of_moe = {f"{op} {shape}": us for (op, shape), us in reading.predictions().items() if op != "fmha"}
+    assert len(of_moe) == 16 and set(of_moe) <= rows and all(1 < us < 5 for us in of_moe.values())
     code, said = dsv4(f"--read={tmp_path / 'day_one.tar.gz'}")
     assert code == 1 and "time.failed: failed exit code 3: no such op" in said and f"{9.0 / modelled:.2f}" in said
 
