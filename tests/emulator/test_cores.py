@@ -265,6 +265,17 @@ def test_a_worker_that_ends_early():
         os.waitpid(-1, 0)  # no process is left
 
 
+def test_without_room_for_another_process(monkeypatch):
+    def refuse():
+        raise BlockingIOError("no process")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    files = len(os.listdir("/proc/self/fd"))
+    split, _ = compare(_SQUARE)
+    assert (split.rounds, split.taken, split.possible) == (1, 0, False)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 _IN_PLACE = _SQUARE + "setp.eq.u32 %p3, %r1, 20; @%p3 st.global.f32 [%rd4], %f1;"  # the first write to x is late
 
 

@@ -23,6 +23,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +158,11 @@ class Split:
         self._done, self._spent = 0, scheduler.seconds
         try:
             for first in range(size, min(waiting, size * machine.settings.cores), size):
-                workers.append(Worker(machine, first, min(size, waiting - first), old))
+                try:
+                    workers.append(Worker(machine, first, min(size, waiting - first), old))
+                except OSError:  # no room for another process
+                    self.possible = False
+                    break
             machine.advance(lambda: scheduler.waiting <= waiting - size)
             self._done, spent = size, scheduler.seconds - self._spent  # what a cluster costs now
             patience = _GRACE + _PATIENCE * (time.monotonic() - began)
@@ -204,15 +209,26 @@ class Worker:
         machine: as it is when nothing runs.
         first: how many of the clusters that wait come before its own; clusters: how many it runs.
         old: what the race detector knows, if there is one.
+
+    Raises:
+        OSError: there is no room for another process.
     """
 
     def __init__(self, machine: Any, first: int, clusters: int, old: takeover.Before | None):
         self.clusters = clusters
         self._read, write = os.pipe()
-        parent = os.getpid()
-        self._process = os.fork()
+        self._process, parent = 0, os.getpid()
+        try:
+            with warnings.catch_warnings():  # about threads: the child uses nothing that theirs might hold
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process = os.fork()
+        except OSError:
+            self.end()
+            raise
+        finally:
+            if os.getpid() == parent:
+                os.close(write)
         if self._process:
-            os.close(write)
             return
         status = 1
         try:
@@ -231,7 +247,9 @@ class Worker:
     def outcome(self, seconds: float) -> Outcome | None:
         """Wait for the end of the worker; None if its clusters have to run again. ``seconds``: waited at most."""
         raw, end = bytearray(), time.monotonic() + seconds
-        while select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0]:
+        ready = select.poll()
+        ready.register(self._read, select.POLLIN)
+        while ready.poll(1000 * max(0.0, end - time.monotonic())):
             piece = os.read(self._read, 1 << 20)
             if not piece:
                 _, status = os.waitpid(self._process, 0)
