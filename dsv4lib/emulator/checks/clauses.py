@@ -324,7 +324,11 @@ SILENT = (
     "overwrite their scale factors so, and Triton's documentation calls it valid. The tensor pipe is one agent of the "
     "race detector and completes in issue order "
     "(units/test_tcgen05_memory.py::test_mma_and_cp_keep_the_order_of_issue).",
-    "`.relaxed` on mbarrier.arrive and mbarrier.try_wait: they count as release and acquire.",
+    "`.relaxed` on mbarrier.arrive and mbarrier.try_wait: they count as release and acquire. Phases of barriers and "
+    "data are judged by the same clocks: without what a relaxed arrival knows, later arrivals at other barriers would "
+    "look unordered.",
+    "Two bulk stores of the same words in two groups of one thread that complete in the other order than they were "
+    "issued, if only the first is waited for: of an agent's reads of a word the latest that completed is kept.",
     "Strong accesses to one word whose scopes do not include each other's thread (`.cta` from two CTAs): they order "
     "nothing, which is held against the data they guard, but are no race by themselves; between devices they are.",
     'Values that only a weak memory gives: the emulator is sequentially consistent (its README, "Weak memory").',

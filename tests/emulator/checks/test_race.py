@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from dsv4lib.emulator.checks.shadow import Accesses, Actor, Shadow, Words
 from dsv4lib.emulator.driver.device import CHECKS
 from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.emulator.machine.policies import POLICIES
@@ -367,3 +368,14 @@ def test_a_wait_for_wgmma_does_not_publish_data():
 def test_a_warpgroup_that_does_not_commit_together():
     with pytest.raises(Deadlock, match="warp 3 of CTA .* committed fewer than 2 groups"):
         wgmma("setp.lt.u32 %p3, %tid.x, 96; @%p3 wgmma.commit_group.sync.aligned;" + WAIT_GROUP + "bar.sync 0;")
+
+
+def test_a_read_that_completes_later_does_not_hide_one_of_a_later_group():
+    """Of one agent group 1 reads first and is not waited for; group 0 has been."""
+    shadow = Shadow((8,), Accesses(), 2)
+    clock = np.full((2, 2), 0, np.uint32)
+    for epoch, words in ((1, slice(0, 4)), (0, slice(4, 8))):
+        actor = Actor(1, epoch, np.full((2, 2), 9, np.uint32))
+        assert shadow.read(Words(words), actor, shadow.accesses.add(1, epoch, epoch)) is None
+    found = shadow.write(Words(slice(0, 8)), Actor(0, 1, clock), shadow.accesses.add(0, 1, 2))
+    assert found is not None and (found.what, found.position) == ("write after read", 0)

@@ -69,8 +69,17 @@ CASES = {
     "a load after an atomic of floats of its own and of other warps": Case(
         "race_shared",
         "@%p2 st.shared.b32 [%r2], 0;\nbar.sync 0;\nmov.b32 %f1, 0f3F800000;\n"
-        "atom.shared.add.f32 %f2, [%r2], %f1; //!\n<<||bar.sync 0;\n>>ld.shared.b32 %r20, [%r2]; //!\n" + USE,
-        threads=128, schedules=tuple(POLICIES),
+        "atom.shared.add.f32 %f2, [%r2], %f1; //!\n<<||bar.sync 0;\n>>@!%p1 bra END;\n"
+        "ld.shared.b32 %r20, [%r2]; //!\n" + USE + "END:\n",
+        schedules=tuple(POLICIES),
+    ),
+    "the same where the output was written before": Case(
+        "race_shared",
+        "st.global.b32 [%rd5], %r0;\n"
+"@%p2 st.shared.b32 [%r2], 0;\nbar.sync 0;\nmov.b32 %f1, 0f3F800000;\n"
+        "atom.shared.add.f32 %f2, [%r2], %f1; //!\n<<||bar.sync 0;\n>>@!%p1 bra END;\n"
+        "ld.shared.b32 %r20, [%r2]; //!\n" + USE + "END:\n",
+        schedules=tuple(POLICIES),
     ),
     "ldmatrix of what another warp stores": Case(
         "race_shared",
