@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from dataclasses import replace
 from typing import Any
 
-from dsv4lib.bench.cpp_peers import deep_gemm, flash_mla
+from dsv4lib.bench.cpp_peers import deep_gemm, flash_mla, mega_moe
 from dsv4lib.bench.cpp_peers.build import CUTLASS
 from dsv4lib.bench.cpp_peers.cases import SCHEDULES, Case, run
 from dsv4lib.bench.peers.table import DATA
@@ -29,11 +30,12 @@ COLUMNS = (
     "operands",
     "rel_l2",
     "instructions",
+    "ours",
     "errors",
     "lints",
     "schedules",
 )
-CASES = {case.name: case for case in (*flash_mla.CASES, *deep_gemm.CASES)}
+CASES = {case.name: case for case in (*flash_mla.CASES, *deep_gemm.CASES, *mega_moe.CASES)}
 
 
 def row(case: Case) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def row(case: Case) -> dict[str, Any]:
     for schedule, seed in SCHEDULES:
         name = f"{schedule} {seed}" if schedule == "random" else schedule
         try:
-            seen = run(case, schedule, seed)
+            seen = run(case, schedule, seed, "default" if case.slow and schedule != case.right else "race")
         except EmulatorError as error:
             problems.append(f"{name}: {error}")
             continue
@@ -69,6 +71,7 @@ def row(case: Case) -> dict[str, Any]:
         problems += [f"{name}: wrong" for name in wrong] + ([f"{', '.join(differ)}: other bits"] if differ else [])
     problems += [f"{kind}: not expected" for kind in sorted((errors - case.errors) | (lints - case.lints))]
     problems += [f"{kind}: no longer reported" for kind in sorted((case.errors - errors) | (case.lints - lints))]
+    beside = "" if case.ours is None else _ours(case, problems)
     measured = {} if chosen is None else chosen.errors
     counts = {} if chosen is None else chosen.instructions
     return {
@@ -80,6 +83,7 @@ def row(case: Case) -> dict[str, Any]:
         "operands": case.operands,
         "rel_l2": " ".join(f"{name}:{value:.3g}" for name, value in measured.items()),
         "instructions": " ".join(f"{name}:{count}" for name, count in counts.items()),
+        "ours": beside,
         "errors": " ".join(sorted(errors)),
         "lints": " ".join(sorted(lints)),
         "schedules": "wrong: " + ", ".join(wrong)
@@ -90,6 +94,14 @@ def row(case: Case) -> dict[str, Any]:
         "problems": problems,
         "texts": texts,
     }
+
+
+def _ours(case: Case, problems: list[str]) -> str:
+    """Run our op on the same operands: its warp-instructions by kernel; what is wrong goes to ``problems``."""
+    seen = run(replace(case, run=case.ours, entries=()))
+    problems += [f"ours: {output} has relative error {seen.errors[output]:.3g}" for output in seen.wrong]
+    problems += [f"ours: {kind}" for kind in seen.hazards]
+    return " ".join(f"{name}:{count}" for name, count in seen.instructions.items())
 
 
 def record(rows: list[dict[str, Any]]) -> None:

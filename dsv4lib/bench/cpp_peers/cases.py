@@ -56,6 +56,7 @@ class Case:
         run: called on the active device; launches, and returns what to judge.
         entries: that `run` calls. sm_count: of the device. ranks: how many devices there are.
         errors, lints: kinds of hazards that the kernels show under some schedule, argued in data/emulator/findings.md.
+        slow: with the race detector under `right` alone.
         ours: our op on the same operands, None if it takes others.
         right: a schedule under which the numbers are right. unstable: others give wrong numbers.
     """
@@ -70,6 +71,7 @@ class Case:
     ranks: int = 1
     errors: frozenset[str] = frozenset()
     lints: frozenset[str] = frozenset()
+    slow: bool = False
     ours: Callable[[], list[Output]] | None = None
     right: str = "round_robin"
     unstable: bool = False
