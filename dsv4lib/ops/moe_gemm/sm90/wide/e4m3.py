@@ -28,6 +28,8 @@ Source: as `wide.kernel`; the table by prmt is that of several mixed-input GEMMs
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -47,8 +49,18 @@ AHEAD = 2  # loads of four tokens' scales each, before they are used
 REST = 133  # what E4M3 of a row's largest scale lacks: 127, and 2^6 that it has more
 
 
+class Sums(NamedTuple):
+    """Columns of a group of MMAs, and its fp32 sums."""
+
+    columns: range
+    values: list
+
+
 class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
     """Grouped GEMM of many tokens an expert in E4M3 on Hopper: options as `WideE4m3Config`."""
+
+    both_columns = 80  # of MMAs, up to which registers hold the sums of both blocks
+    halves_columns = 96  # up to which they hold those of one and half of the other, and none is spilled
 
     # --------------------------------------------------------------- consume
 
@@ -100,20 +112,19 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
         each = self.step_k // CHUNK_K
         rA = cute.make_rmem_tensor(CHUNK_K // BLOCK * 4, Int32)
         self.wait_for_stage(stages, stage, parity)
-        self.keep(rA, self.expanded(stages.w.toint() + stage * self.w_bytes, Int32(0)))
+        self.expand(stages.w.toint() + stage * self.w_bytes, Int32(0), rA)
         for chunk in cutlass.range(chunks, unroll=1):
+            next_stage, next_parity, last = self.after(stage, parity, chunk, chunks)
             operand, sfx = wgmma.operand(stages.x + stage * self.x_bytes), stages.sfx + stage * self.sfx_bytes
-            w = stages.w.toint() + stage * self.w_bytes
-            sums = self.issue(columns, operand, rA)
+            w = stages.w.toint() + stage * self.w_bytes + self.block_bytes
+            follows = cutlass.select_(last, stage, next_stage)
+            first = self.issue_all(columns, operand, rA)
             self.part(stages, stage, parity)
-            self.keep(rA, self.expanded(w + self.block_bytes, chunk % each))
-            self.promote_block(sums, 0, sfx, rSum)
-            sums = self.issue(columns, operand, rA)
-            next_stage, next_parity, own = self.after(stage, parity, chunk, chunks)
-            self.wait_for_stage(stages, cutlass.select_(own, stage, next_stage), cutlass.select_(own, parity, next_parity))
-            w = stages.w.toint() + cutlass.select_(own, stage, next_stage) * self.w_bytes
-            self.keep(rA, self.expanded(w, (chunk + 1) % each))
-            self.promote_block(sums, 1, sfx, rSum)
+            self.expand(w, chunk % each, rA)
+            second = self.issue_next(columns, operand, first, sfx, rA, rSum)
+            self.wait_for_stage(stages, follows, cutlass.select_(last, parity, next_parity))
+            self.expand(stages.w.toint() + follows * self.w_bytes, (chunk + 1) % each, rA)
+            self.promote_all(second, sfx, rSum)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(stages.empty + stage)
@@ -130,34 +141,79 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
         cute.arch.mbarrier_wait(stages.full + stage, parity)
         self.copied_by_threads()
 
-    def issue(self, columns: int, operand: Int64, rA: cute.Tensor) -> list:
+    def issue_all(self, columns: int, operand: Int64, rA: cute.Tensor) -> list[Sums]:
         """Start the MMAs of a block of rows and 128 of K."""
+        return [self.issue(part, operand, rA) for part in self.parts_of(columns)]
+
+    def parts_of(self, columns: int) -> list[range]:
+        """Split columns into groups of MMAs."""
+        if not self.both_columns < columns <= self.halves_columns:
+            return [range(columns)]
+        middle = -(-columns // 16) * 8
+        return [range(middle), range(middle, columns)]
+
+    def issue_next(
+        self, columns: int, operand: Int64, first: list[Sums], sfx: Int32, rA: cute.Tensor, rSum: cute.Tensor
+    ) -> list[Sums]:
+        """Start the MMAs of the second block as soon as registers allow; add the sums of the first."""
+        if len(first) == 2:
+            self.promote(first[0], 0, sfx, rSum, 1)
+            wgmma.wait(0)
+            second = self.issue(first[0].columns, operand, rA)
+            self.promote(first[1], 0, sfx, rSum, None)
+            return [second, self.issue(first[1].columns, operand, rA)]
+        if columns > self.both_columns:
+            self.promote(first[0], 0, sfx, rSum, 0)
+            return self.issue_all(columns, operand, rA)
+        after = self.issue_all(columns, operand, rA)
+        self.promote(first[0], 0, sfx, rSum, 1)
+        return after
+
+    def issue(self, columns: range, operand: Int64, rA: cute.Tensor) -> Sums:
+        """Start a group of MMAs."""
         wgmma.fence()
         a = [rA[i] for i in range(CHUNK_K // BLOCK * 4)]
-        sums = wgmma.multiply(a, operand, self.offsets(0, range(CHUNK_K // BLOCK)), columns, self.kind, apart=False)
+        offsets = [offset + columns.start * CHUNK_K for offset in self.offsets(0, range(CHUNK_K // BLOCK))]
+        values = wgmma.multiply(a, operand, offsets, len(columns), self.kind, apart=False)
         wgmma.commit()
-        return sums
+        return Sums(columns, values)
 
-    def promote_block(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor) -> None:
-        """Wait for a block's sums of 128 of K; add them, times their tokens' scales."""
-        scales, pieces = [], -(-len(sums) // 8)
-        place = sfx + cute.arch.lane_idx() % 4 * 16
-        for piece in range(pieces):
-            for i in range(len(scales), min(piece + AHEAD + 1, pieces)):
-                scales.append(asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [place + 64 * i]))
-            if piece == 0:
-                wgmma.wait(0)
-            for c in range(8 * piece, min(8 * piece + 8, len(sums))):
-                at = own * (self.tile_n // 2) + c
-                rSum[at] = wgmma.multiply_add(sums[c], scales[piece][c // 4 % 2 * 2 + c % 2], rSum[at])
+    def promote_all(self, sums: list[Sums], sfx: Int32, rSum: cute.Tensor) -> None:
+        """Add the sums of the second block."""
+        for i, one in enumerate(sums):
+            self.promote(one, 1, sfx, rSum, len(sums) - 1 - i)
+
+    def promote(self, sums: Sums, own: int, sfx: Int32, rSum: cute.Tensor, waits: int | None) -> None:
+        """Add sums of 128 of K, times their tokens' scales.
+
+        Args:
+            own: which of the warpgroup's blocks they are of.
+            waits: groups of MMAs that may be in flight then; None: these sums are there.
+        """
+        eights = range(sums.columns.start // 8, sums.columns.stop // 8)
+        scales: dict[int, list] = {}
+        for eight in eights:
+            for i in range(eights[0] // 2, min(eight // 2 + AHEAD, eights[-1] // 2) + 1):
+                if i not in scales:
+                    scales[i] = self.token_scales(sfx, i)
+            if eight == eights[0] and waits is not None:
+                wgmma.wait(waits)
+            for c in range(4):
+                at, scale = own * (self.tile_n // 2) + 4 * eight + c, scales[eight // 2][eight % 2 * 2 + c % 2]
+                rSum[at] = wgmma.multiply_add(sums.values[4 * (eight - eights[0]) + c], scale, rSum[at])
+
+    def token_scales(self, sfx: Int32, sixteen: int) -> list:
+        """Load the scales of a thread's four of 16 tokens."""
+        place = sfx + cute.arch.lane_idx() % 4 * 16 + 64 * sixteen
+        return asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [place])
 
     def part(self, stages: Stages, stage: Int32, parity: Int32) -> None:
         """Wait for what is there: MMAs before and expansion after stay apart in the assembler's order."""
         cute.arch.mbarrier_wait(stages.full + stage, parity)
 
-    def keep(self, rA: cute.Tensor, words: list) -> None:
-        """Put words of A into registers."""
-        for i, word in enumerate(words):
+    def expand(self, w: Int32, chunk: Int32, rA: cute.Tensor) -> None:
+        """Make words of A of a block of rows, 128 K."""
+        for i, word in enumerate(self.expanded(w, chunk)):
             rA[i] = word
 
     def expanded(self, w: Int32, chunk: Int32) -> list:

@@ -66,7 +66,7 @@ class Finish(Epilogue):
         room = Room(codes, inverses, inverses + 4 * self.tile_n)
         for part in cutlass.range_constexpr(self.tile_n // TOKENS):
             if part * TOKENS < tile.rows:
-                self.activate_part(blocks, tile, group, part, room, ends, factors, rSum)
+                self.activate_part(tile, part, room, ends, factors, rSum)
         self.sync_groups()
         if tidx < cute.round_up(tile.rows, TOKENS):
             self.find_scale(blocks, tile, tidx, room, ends)
@@ -86,9 +86,7 @@ class Finish(Epilogue):
     @cute.jit
     def activate_part(
         self,
-        blocks: Int32,
         tile: Tile,
-        group: Int32,
         part: cutlass.Constexpr,
         room: Room,
         ends: Ends,
@@ -108,8 +106,7 @@ class Finish(Epilogue):
                 if cutlass.const_expr(self.routed):
                     value = value * weight
                 rSum[at] = value
-                there = tile.feature * TILE_BLOCKS + group * BLOCKS + own < blocks
-                amax = cute.arch.fmax(amax, cutlass.select_(there, convert.magnitude(value), Float32(0.0)), nan=True)
+                amax = cute.arch.fmax(amax, convert.magnitude(value), nan=True)  # past the last block: it once more
             for i in cutlass.range_constexpr(2, 5):
                 amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << i), nan=True)
             if tidx % 32 < 4:
