@@ -134,7 +134,11 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
     def after(self, stage: Int32, parity: Int32, chunk: Int32, chunks: Int32) -> tuple:
         """Return the stage and parity that follow, and whether the tile's last 128 of K is in this one."""
         wraps = stage == self.stages - 1
-        return cutlass.select_(wraps, Int32(0), stage + 1), cutlass.select_(wraps, parity ^ 1, parity), chunk + 1 == chunks
+        return (
+            cutlass.select_(wraps, Int32(0), stage + 1),
+            cutlass.select_(wraps, parity ^ 1, parity),
+            chunk + 1 == chunks,
+        )
 
     def wait_for_stage(self, stages: Stages, stage: Int32, parity: Int32) -> None:
         """Wait until a stage is full, and visible to the tensor core."""

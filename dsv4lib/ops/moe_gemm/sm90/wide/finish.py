@@ -51,7 +51,14 @@ class Finish(Epilogue):
 
     @cute.jit
     def finish_tile(
-        self, blocks: Int32, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, factors: list[Scales], rSum: cute.Tensor
+        self,
+        blocks: Int32,
+        tile: Tile,
+        group: Int32,
+        sSum: cute.Tensor,
+        ends: Ends,
+        factors: list[Scales],
+        rSum: cute.Tensor,
     ):
         """Quantise the 128 features of a tile; both warpgroups call it.
 
@@ -176,8 +183,9 @@ class Finish(Epilogue):
                     block = tile.feature * TILE_BLOCKS + group * BLOCKS + piece // (2 * TILE_M // PIECE)
                     if first + token < self.stored(tile) and block < blocks:
                         words = load(room + token * ROW_PITCH + piece * PIECE, 4)
-                        column = tile.feature * (TILE_BLOCKS * TILE_M) + group * (BLOCKS * TILE_M) + piece * (PIECE // 2)
-                        target = ends.out[tile.row + first + token, None].iterator.toint() + Int64(2 * column)
+                        features = (tile.feature * GROUPS + group) * ROW_BYTES  # bytes of those before
+                        row = ends.out[tile.row + first + token, None].iterator.toint()
+                        target = row + Int64(features + piece * PIECE)
                         asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [target, *words])
                 self.sync_group(group)
 
