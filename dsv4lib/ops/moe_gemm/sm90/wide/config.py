@@ -67,7 +67,7 @@ class WideConfig(Config):
                 f"{stages} stages x {TILE_BLOCKS} x ({CHUNK_BYTES} B + {self.scale_bytes} B of scales)",
             ),
             "tokens' scales": (stages * self.sfx_bytes, f"{stages} stages x {n} tokens x 4 B"),
-            "sums": (4 * self.sum_slots * TOKENS * PITCH, f"{self.sum_slots} x {TOKENS} tokens x {PITCH} fp32"),
+            "sums": (4 * self.sum_slots * TOKENS * PITCH, f"{self.sum_slots} x {TOKENS} x {PITCH} fp32, or codes"),
             "groups": (4 * (3 * MAX_EXPERTS + 32), f"first tile, offset, count of {MAX_EXPERTS} experts"),
             "control": (16 * stages, f"2 x {stages} mbarriers x 8 B"),
         }

@@ -9,19 +9,24 @@ the row's largest one, exactly (`layout`, mode "w4a8_row"). The rest are two fac
 The tensor core's own sums keep some 13 bits below the largest addend: they are of 128 of K, and are added up in fp32.
 
     a stage = 256 rows x 128 K        SMEM                                 registers of a warpgroup
-    weights  4 x 4,096 B, bulk   -->  | X  128 tokens x 128 B       | --desc--> wgmma m64n128k32, A = table of 8 bytes
+    weights  4 x 4,096 B, bulk   -->  | X  112 tokens x 128 B       | --desc--> wgmma m64n112k32, A = table of 8 bytes
     scales   4 x 1,088 B, bulk   -->  | W  4 x 5,184 B              | --lds---> by prmt, one for a row and 32 of K
-    tokens   128 x 128 B, cp.async -> | token scales 128 x fp32     | --lds---> 64 sums of 128 K -> 2 x 64 fp32
-                                      | sums, groups, mbarriers     |
+    tokens   112 x 128 B, cp.async -> | token scales 112 x fp32     | --lds---> 56 sums of 128 K -> 2 x 56 fp32
+                                      | codes or sums, mbarriers    |
 
-A block of MMAs at a time is in flight in a warpgroup; the other warpgroup's fill the time of promotion and expansion.
+A warpgroup has two blocks of 64 rows. During the MMAs of one the weights of the next are expanded, those of the
+next stage's first block, too. How soon the next MMAs begin depends on registers (`issue_next`):
 
-What limits it: the chain of a warpgroup from MMAs to promotion to the next expansion, three times as long as its MMAs
-(data/bench/moe_gemm.md). Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue
-slots that a warp has in that time promotion takes 68, expansion 100.
+    columns        sums in registers               the second block's MMAs begin
+    up to 80       those of both blocks            before the first block's sums are waited for
+    up to 96       in two groups of MMAs           when the first block's MMAs are done, before its sums are added
+    up to 112      those of one block              after the first block's sums were added
 
-Output "mxfp8" has one scale for 128 features, each byte of the image's word of four: the sums of a whole tile of 256
-rows meet in shared memory, and a warp finishes a token's 128.
+What limits it: the chain of a warpgroup through expansion, MMAs and promotion (data/bench/moe_gemm.md has what each part
+costs). Loads do not. Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue slots
+that a warp has in that time promotion takes 60, expansion 100.
+
+`wide.finish` has the end of a tile: SwiGLU and E4M3 in registers, or rows in bf16.
 
 Source: as `wide.kernel`; the table by prmt is that of several mixed-input GEMMs.
 """
