@@ -4,7 +4,6 @@ Each variant is the kernel of ``dsv4lib.ops.moe_gemm.sm90.wide.e4m3`` with one t
 
     whole         all of it; checked against fp64 before it is timed
     mixed         expansion may be issued between MMAs (results are right)
-    whole_96      MMAs of 96 columns are one group; alone: MMAs begin after the sums before were added (both right)
     no_expansion  A is what was loaded, without tables
     no_promotion  sums of eight columns are added up
     no_tokens     tokens are not copied to shared memory; no_weights: nor are weights
@@ -38,7 +37,7 @@ from dsv4lib.ops.moe_gemm.sm90.groups import Tile
 from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
 from dsv4lib.ops.moe_gemm.sm90.load import Sources, Stages
 from dsv4lib.ops.moe_gemm.sm90.mma import HALF_BYTES, THREAD_BYTES, load
-from dsv4lib.ops.moe_gemm.sm90.wide.e4m3 import Sums, WideE4m3MoeGemm
+from dsv4lib.ops.moe_gemm.sm90.wide.e4m3 import WideE4m3MoeGemm
 
 MODE = "w4a8_row"
 
@@ -56,10 +55,9 @@ class NoExpansion(WideE4m3MoeGemm):
 class NoPromotion(WideE4m3MoeGemm):
     """Sums of eight columns are added up."""
 
-    def promote(self, sums: Sums, own: int, sfx: Int32, rSum: cute.Tensor, waits: int | None) -> None:
+    def promote(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor, waits: int) -> None:
         """See `WideE4m3MoeGemm.promote`."""
-        start = sums.columns.start
-        super().promote(Sums(range(start, start + 8), sums.values[:4]), own, sfx, rSum, waits)
+        super().promote(sums[:4], own, sfx, rSum, waits)
 
 
 class NoTokens(WideE4m3MoeGemm):
@@ -112,23 +110,9 @@ class Mixed(WideE4m3MoeGemm):
         """See `WideE4m3MoeGemm.part`."""
 
 
-class Whole96(WideE4m3MoeGemm):
-    """MMAs of 96 columns are one group."""
-
-    halves_columns = 0
-
-
-class Alone(Whole96):
-    """A block's MMAs begin after the sums of the block before were added."""
-
-    both_columns = 0
-
-
 VARIANTS = {
     "whole": WideE4m3MoeGemm,
     "mixed": Mixed,
-    "whole_96": Whole96,
-    "alone": Alone,
     "no_expansion": NoExpansion,
     "no_promotion": NoPromotion,
     "no_tokens": NoTokens,

@@ -119,9 +119,9 @@ class E4m3StaleScale(WideE4m3MoeGemm):
 class E4m3HastyPromotion(WideE4m3MoeGemm):
     """Sums are added while their MMAs may be in flight."""
 
-    def promote(self, sums: Any, own: int, sfx: Int32, rSum: cute.Tensor, waits: int | None) -> None:
+    def promote(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor, waits: int) -> None:
         """See `WideE4m3MoeGemm.promote`."""
-        super().promote(sums, own, sfx, rSum, None if waits is None else waits + 1)  # WRONG
+        super().promote(sums, own, sfx, rSum, waits + 1)  # WRONG
 
 
 class E4m3NoTailMask(WideE4m3MoeGemm):

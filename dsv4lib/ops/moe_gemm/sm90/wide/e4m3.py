@@ -15,16 +15,11 @@ The tensor core's own sums keep some 13 bits below the largest addend: they are 
                                       | codes or sums, mbarriers    |
 
 A warpgroup has two blocks of 64 rows. During the MMAs of one the weights of the next are expanded, those of the
-next stage's first block, too. How soon the next MMAs begin depends on registers (`issue_next`):
+next stage's first block, too.
 
-    columns        sums in registers               the second block's MMAs begin
-    up to 80       those of both blocks            before the first block's sums are waited for
-    up to 96       in two groups of MMAs           when the first block's MMAs are done, before its sums are added
-    up to 112      those of one block              after the first block's sums were added
-
-What limits it: the chain of a warpgroup through expansion, MMAs and promotion (data/bench/moe_gemm.md has what each part
-costs). Loads do not. Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue slots
-that a warp has in that time promotion takes 60, expansion 100.
+What limits it: not loads; without expansion, promotion or the end of tiles it is 10 to 15 % faster each
+(data/bench/moe_gemm.md). Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue
+slots that a warp has in that time promotion takes 60, expansion 100.
 
 `wide.finish` has the end of a tile: SwiGLU and E4M3 in registers, or rows in bf16.
 
@@ -32,8 +27,6 @@ Source: as `wide.kernel`; the table by prmt is that of several mixed-input GEMMs
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -54,18 +47,8 @@ AHEAD = 2  # loads of four tokens' scales each, before they are used
 REST = 133  # what E4M3 of a row's largest scale lacks: 127, and 2^6 that it has more
 
 
-class Sums(NamedTuple):
-    """Columns of a group of MMAs, and its fp32 sums."""
-
-    columns: range
-    values: list
-
-
 class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
     """Grouped GEMM of many tokens an expert in E4M3 on Hopper: options as `WideE4m3Config`."""
-
-    both_columns = 80  # of MMAs, up to which registers hold the sums of both blocks
-    halves_columns = 96  # up to which they hold those of one and half of the other, and none is spilled
 
     # --------------------------------------------------------------- consume
 
@@ -123,13 +106,14 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
             operand, sfx = wgmma.operand(stages.x + stage * self.x_bytes), stages.sfx + stage * self.sfx_bytes
             w = stages.w.toint() + stage * self.w_bytes + self.block_bytes
             follows = cutlass.select_(last, stage, next_stage)
-            first = self.issue_all(columns, operand, rA)
+            sums = self.issue(columns, operand, rA)
             self.part(stages, stage, parity)
             self.expand(w, chunk % each, rA)
-            second = self.issue_next(columns, operand, first, sfx, rA, rSum)
+            self.promote(sums, 0, sfx, rSum, 0)
+            sums = self.issue(columns, operand, rA)
             self.wait_for_stage(stages, follows, cutlass.select_(last, parity, next_parity))
             self.expand(stages.w.toint() + follows * self.w_bytes, (chunk + 1) % each, rA)
-            self.promote_all(second, sfx, rSum)
+            self.promote(sums, 1, sfx, rSum, 0)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(stages.empty + stage)
@@ -150,66 +134,30 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
         cute.arch.mbarrier_wait(stages.full + stage, parity)
         self.copied_by_threads()
 
-    def issue_all(self, columns: int, operand: Int64, rA: cute.Tensor) -> list[Sums]:
+    def issue(self, columns: int, operand: Int64, rA: cute.Tensor) -> list:
         """Start the MMAs of a block of rows and 128 of K."""
-        return [self.issue(part, operand, rA) for part in self.parts_of(columns)]
-
-    def parts_of(self, columns: int) -> list[range]:
-        """Split columns into groups of MMAs."""
-        if not self.both_columns < columns <= self.halves_columns:
-            return [range(columns)]
-        middle = -(-columns // 16) * 8
-        return [range(middle), range(middle, columns)]
-
-    def issue_next(
-        self, columns: int, operand: Int64, first: list[Sums], sfx: Int32, rA: cute.Tensor, rSum: cute.Tensor
-    ) -> list[Sums]:
-        """Start the MMAs of the second block as soon as registers allow; add the sums of the first."""
-        if len(first) == 2:
-            self.promote(first[0], 0, sfx, rSum, 1)
-            wgmma.wait(0)
-            second = self.issue(first[0].columns, operand, rA)
-            self.promote(first[1], 0, sfx, rSum, None)
-            return [second, self.issue(first[1].columns, operand, rA)]
-        if columns > self.both_columns:
-            self.promote(first[0], 0, sfx, rSum, 0)
-            return self.issue_all(columns, operand, rA)
-        after = self.issue_all(columns, operand, rA)
-        self.promote(first[0], 0, sfx, rSum, 1)
-        return after
-
-    def issue(self, columns: range, operand: Int64, rA: cute.Tensor) -> Sums:
-        """Start a group of MMAs."""
         wgmma.fence()
         a = [rA[i] for i in range(CHUNK_K // BLOCK * 4)]
-        offsets = [offset + columns.start * CHUNK_K for offset in self.offsets(0, range(CHUNK_K // BLOCK))]
-        values = wgmma.multiply(a, operand, offsets, len(columns), self.kind, apart=False)
+        sums = wgmma.multiply(a, operand, self.offsets(0, range(CHUNK_K // BLOCK)), columns, self.kind, apart=False)
         wgmma.commit()
-        return Sums(columns, values)
+        return sums
 
-    def promote_all(self, sums: list[Sums], sfx: Int32, rSum: cute.Tensor) -> None:
-        """Add the sums of the second block."""
-        for i, one in enumerate(sums):
-            self.promote(one, 1, sfx, rSum, len(sums) - 1 - i)
-
-    def promote(self, sums: Sums, own: int, sfx: Int32, rSum: cute.Tensor, waits: int | None) -> None:
+    def promote(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor, waits: int) -> None:
         """Add sums of 128 of K, times their tokens' scales.
 
         Args:
             own: which of the warpgroup's blocks they are of.
-            waits: groups of MMAs that may be in flight then; None: these sums are there.
+            waits: groups of MMAs that may be in flight then.
         """
-        eights = range(sums.columns.start // 8, sums.columns.stop // 8)
-        scales: dict[int, list] = {}
-        for eight in eights:
-            for i in range(eights[0] // 2, min(eight // 2 + AHEAD, eights[-1] // 2) + 1):
-                if i not in scales:
-                    scales[i] = self.token_scales(sfx, i)
-            if eight == eights[0] and waits is not None:
+        scales: list[list] = []
+        sixteens = -(-len(sums) // 8)
+        for c, one in enumerate(sums):
+            while len(scales) < min(c // 8 + AHEAD + 1, sixteens):
+                scales.append(self.token_scales(sfx, len(scales)))
+            if c == 0:
                 wgmma.wait(waits)
-            for c in range(4):
-                at, scale = own * (self.tile_n // 2) + 4 * eight + c, scales[eight // 2][eight % 2 * 2 + c % 2]
-                rSum[at] = wgmma.multiply_add(sums.values[4 * (eight - eights[0]) + c], scale, rSum[at])
+            at = own * (self.tile_n // 2) + c
+            rSum[at] = wgmma.multiply_add(one, scales[c // 8][c // 4 % 2 * 2 + c % 2], rSum[at])
 
     def token_scales(self, sfx: Int32, sixteen: int) -> list:
         """Load the scales of a thread's four of 16 tokens."""
