@@ -5,7 +5,7 @@ Each variant is the kernel of ``dsv4lib.ops.moe_gemm.sm90.wide.e4m3`` with one t
     whole         all of it; checked against fp64 before it is timed
     mixed         expansion may be issued between MMAs (results are right)
     no_expansion  A is what was loaded, without tables
-    no_promotion  one of eight sums is added up
+    no_promotion  sums of eight columns are added up
     no_tokens     tokens are not copied to shared memory; no_weights: nor are weights
     no_scales     tokens' scales are not read from global memory
     no_loads      all three
@@ -53,11 +53,11 @@ class NoExpansion(WideE4m3MoeGemm):
 
 
 class NoPromotion(WideE4m3MoeGemm):
-    """One of eight sums is added up."""
+    """Sums of eight columns are added up."""
 
-    def promote_block(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor) -> None:
-        """See `WideE4m3MoeGemm.promote_block`."""
-        super().promote_block(sums[:8], own, sfx, rSum)
+    def promote(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor, waits: int) -> None:
+        """See `WideE4m3MoeGemm.promote`."""
+        super().promote(sums[:4], own, sfx, rSum, waits)
 
 
 class NoTokens(WideE4m3MoeGemm):

@@ -16,6 +16,7 @@ from dsv4lib.ops.moe_gemm.epilogue import swiglu
 from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+from dsv4lib.ops.moe_gemm.sm90.load import Sources
 from dsv4lib.ops.moe_gemm.sm90.wide.e4m3 import WideE4m3MoeGemm
 from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 
@@ -101,16 +102,34 @@ class WideHastySums(WideMoeGemm):
 class E4m3FirstScale(WideE4m3MoeGemm):
     """Tokens' scales of the first columns serve all: right where tokens are alike."""
 
-    def promote_block(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor) -> None:
-        """See `WideE4m3MoeGemm.promote_block`."""
-        for i in range(0, len(sums), 4):  # WRONG: eight columns at a time, from the first on
-            part = cute.make_rmem_tensor(4, Float32)
-            place = own * (self.tile_n // 2) + i
-            for c in range(4):
-                part[c] = rSum[place + c]
-            super().promote_block(sums[i : i + 4], 0, sfx, part)
-            for c in range(4):
-                rSum[place + c] = part[c]
+    def token_scales(self, sfx: Int32, sixteen: int) -> list:
+        """See `WideE4m3MoeGemm.token_scales`."""
+        return super().token_scales(sfx, 0)  # WRONG
+
+
+class E4m3StaleScale(WideE4m3MoeGemm):
+    """Tokens' scales of the first 128 of K serve all, as if the load a stage ahead were not repeated."""
+
+    @cute.jit
+    def token_scale(self, sources: Sources, tile: Tile, warp: Int32, chunk: Int32) -> Float32:
+        """See `Load.token_scale`."""
+        return WideE4m3MoeGemm.token_scale(self, sources, tile, warp, Int32(0))  # WRONG
+
+
+class E4m3HastyPromotion(WideE4m3MoeGemm):
+    """Sums are added while their MMAs may be in flight."""
+
+    def promote(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor, waits: int) -> None:
+        """See `WideE4m3MoeGemm.promote`."""
+        super().promote(sums, own, sfx, rSum, waits + 1)  # WRONG
+
+
+class E4m3NoTailMask(WideE4m3MoeGemm):
+    """Rows after a group's last token are written."""
+
+    def stored(self, tile: Tile) -> Int32:
+        """See `Epilogue.stored`."""
+        return Int32(self.tile_n)  # WRONG
 
 
 class E4m3OneBase(WideE4m3MoeGemm):
@@ -144,6 +163,9 @@ _WIDE = (
 )
 _E4M3 = (
     (E4m3FirstScale, "wrong numbers"),
+    (E4m3StaleScale, "wrong numbers"),
+    (E4m3HastyPromotion, "wrong numbers"),
+    (E4m3NoTailMask, "stray bytes"),
     (E4m3OneBase, "wrong numbers"),
     (E4m3HastySums, "race_shared"),
 )

@@ -9,15 +9,14 @@ from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES
 
 TILES_N = {mode: (32, 64, 128) for mode in MODES if mode != "w4a8_row"}  # of tokens in bf16
 E4M3_TILES_N = {"w4a8_row": (32, 64, 112)}
-COLUMNS = {32: (32,), 64: (32, 48, 64), 112: (72, 96, 112), 128: (80, 104, 128)}  # of a tile, that MMAs have: the fewest that hold its rows
+COLUMNS = {32: (32,), 64: (32, 48, 64), 112: (72, 96, 112), 128: (80, 104, 128)}  # of MMAs: the fewest that hold a tile
 GROUPS = 2  # warpgroups that multiply
 BLOCKS = 2  # of 64 rows that each has
 TILE_BLOCKS = GROUPS * BLOCKS
 LOAD_WARPS = 4
 FIRST_LOAD_WARP = 4 * GROUPS
 THREADS = 128 * GROUPS + 32 * LOAD_WARPS  # more: 128 registers a thread at launch, and ptxas waits for every MMA
-CONSUMER_REGISTERS, LOAD_REGISTERS = 240, 24  # of 504 that a lane of a quarter of an SM has at launch
-LAUNCH_REGISTERS = 168
+LAUNCH_REGISTERS = 168  # 504 a lane of a quarter of an SM
 CODES_PITCH = 144  # bytes from one token's codes to the next: 128, and 16 that spread bytes of a warp over banks
 TOKENS = 16  # of a tile that are finished together
 
@@ -27,12 +26,13 @@ class WideConfig(Config):
 
     tiles_n = TILES_N
     threads = THREADS
+    consumer_registers, load_registers = 232, 40
     arrivals = 1 + 32 * LOAD_WARPS  # at a full barrier: the bulk copies' bytes, and a lane each
 
     def __init__(
         self,
         mode: str = "w4a16",
-        tile_n: int = 112,
+        tile_n: int = 128,
         step_k: int = 512,
         swiglu: bool = False,
         out: str = "bf16",
@@ -67,7 +67,7 @@ class WideConfig(Config):
                 f"{stages} stages x {TILE_BLOCKS} x ({CHUNK_BYTES} B + {self.scale_bytes} B of scales)",
             ),
             "tokens' scales": (stages * self.sfx_bytes, f"{stages} stages x {n} tokens x 4 B"),
-            "sums": (4 * self.sum_slots * TOKENS * PITCH, f"{self.sum_slots} x {TOKENS} tokens x {PITCH} fp32"),
+            "sums": (4 * self.sum_slots * TOKENS * PITCH, f"{self.sum_slots} x {TOKENS} x {PITCH} fp32, or codes"),
             "groups": (4 * (3 * MAX_EXPERTS + 32), f"first tile, offset, count of {MAX_EXPERTS} experts"),
             "control": (16 * stages, f"2 x {stages} mbarriers x 8 B"),
         }
@@ -77,7 +77,7 @@ class WideConfig(Config):
         sizes = self._sizes(self.stages, 1)
         sizes["total"] = self._smem_bytes(self.stages, 1), f"sum, up to a multiple of {SMEM_ALIGN} B"
         smem = [BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items() if used]
-        registers = GROUPS * CONSUMER_REGISTERS + LOAD_REGISTERS
+        registers = GROUPS * self.consumer_registers + self.load_registers
         why = f"{GROUPS} consumers, 1 load warpgroup"
         return [
             *smem,
@@ -90,6 +90,7 @@ class WideE4m3Config(WideConfig):
     """Options of the kernel of E4M3 tokens: those of `WideConfig`, mode "w4a8_row", whose mxfp8 has blocks of 128."""
 
     tiles_n = E4M3_TILES_N
+    consumer_registers, load_registers = 240, 24
     arrivals = 1 + 32 * LOAD_WARPS + LOAD_WARPS  # and one a load warp for scales
 
     def __init__(

@@ -9,19 +9,19 @@ the row's largest one, exactly (`layout`, mode "w4a8_row"). The rest are two fac
 The tensor core's own sums keep some 13 bits below the largest addend: they are of 128 of K, and are added up in fp32.
 
     a stage = 256 rows x 128 K        SMEM                                 registers of a warpgroup
-    weights  4 x 4,096 B, bulk   -->  | X  128 tokens x 128 B       | --desc--> wgmma m64n128k32, A = table of 8 bytes
+    weights  4 x 4,096 B, bulk   -->  | X  112 tokens x 128 B       | --desc--> wgmma m64n112k32, A = table of 8 bytes
     scales   4 x 1,088 B, bulk   -->  | W  4 x 5,184 B              | --lds---> by prmt, one for a row and 32 of K
-    tokens   128 x 128 B, cp.async -> | token scales 128 x fp32     | --lds---> 64 sums of 128 K -> 2 x 64 fp32
-                                      | sums, groups, mbarriers     |
+    tokens   112 x 128 B, cp.async -> | token scales 112 x fp32     | --lds---> 56 sums of 128 K -> 2 x 56 fp32
+                                      | codes or sums, mbarriers    |
 
-A block of MMAs at a time is in flight in a warpgroup; the other warpgroup's fill the time of promotion and expansion.
+A warpgroup has two blocks of 64 rows. During the MMAs of one the weights of the next are expanded, those of the
+next stage's first block, too.
 
-What limits it: the chain of a warpgroup from MMAs to promotion to the next expansion, three times as long as its MMAs
+What limits it: not loads; Flash without expansion, promotion or the end of tiles is 10 to 15 % faster each
 (data/bench/moe_gemm.md). Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue
-slots that a warp has in that time promotion takes 68, expansion 100.
+slots that a warp has in that time promotion takes 60, expansion 100.
 
-Output "mxfp8" has one scale for 128 features, each byte of the image's word of four: the sums of a whole tile of 256
-rows meet in shared memory, and a warp finishes a token's 128.
+`wide.finish` has the end of a tile: SwiGLU and E4M3 in registers, or rows in bf16.
 
 Source: as `wide.kernel`; the table by prmt is that of several mixed-input GEMMs.
 """
@@ -100,20 +100,20 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
         each = self.step_k // CHUNK_K
         rA = cute.make_rmem_tensor(CHUNK_K // BLOCK * 4, Int32)
         self.wait_for_stage(stages, stage, parity)
-        self.keep(rA, self.expanded(stages.w.toint() + stage * self.w_bytes, Int32(0)))
+        self.expand(stages.w.toint() + stage * self.w_bytes, Int32(0), rA)
         for chunk in cutlass.range(chunks, unroll=1):
+            next_stage, next_parity, last = self.after(stage, parity, chunk, chunks)
             operand, sfx = wgmma.operand(stages.x + stage * self.x_bytes), stages.sfx + stage * self.sfx_bytes
-            w = stages.w.toint() + stage * self.w_bytes
+            w = stages.w.toint() + stage * self.w_bytes + self.block_bytes
+            follows = cutlass.select_(last, stage, next_stage)
             sums = self.issue(columns, operand, rA)
             self.part(stages, stage, parity)
-            self.keep(rA, self.expanded(w + self.block_bytes, chunk % each))
-            self.promote_block(sums, 0, sfx, rSum)
+            self.expand(w, chunk % each, rA)
+            self.promote(sums, 0, sfx, rSum, 0)
             sums = self.issue(columns, operand, rA)
-            next_stage, next_parity, own = self.after(stage, parity, chunk, chunks)
-            self.wait_for_stage(stages, cutlass.select_(own, stage, next_stage), cutlass.select_(own, parity, next_parity))
-            w = stages.w.toint() + cutlass.select_(own, stage, next_stage) * self.w_bytes
-            self.keep(rA, self.expanded(w, (chunk + 1) % each))
-            self.promote_block(sums, 1, sfx, rSum)
+            self.wait_for_stage(stages, follows, cutlass.select_(last, parity, next_parity))
+            self.expand(stages.w.toint() + follows * self.w_bytes, (chunk + 1) % each, rA)
+            self.promote(sums, 1, sfx, rSum, 0)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(stages.empty + stage)
@@ -123,7 +123,11 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
     def after(self, stage: Int32, parity: Int32, chunk: Int32, chunks: Int32) -> tuple:
         """Return the stage and parity that follow, and whether the tile's last 128 of K is in this one."""
         wraps = stage == self.stages - 1
-        return cutlass.select_(wraps, Int32(0), stage + 1), cutlass.select_(wraps, parity ^ 1, parity), chunk + 1 == chunks
+        return (
+            cutlass.select_(wraps, Int32(0), stage + 1),
+            cutlass.select_(wraps, parity ^ 1, parity),
+            chunk + 1 == chunks,
+        )
 
     def wait_for_stage(self, stages: Stages, stage: Int32, parity: Int32) -> None:
         """Wait until a stage is full, and visible to the tensor core."""
@@ -138,26 +142,35 @@ class WideE4m3MoeGemm(Finish, WideMoeGemm, WideE4m3Config):
         wgmma.commit()
         return sums
 
-    def promote_block(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor) -> None:
-        """Wait for a block's sums of 128 of K; add them, times their tokens' scales."""
-        scales, pieces = [], -(-len(sums) // 8)
-        place = sfx + cute.arch.lane_idx() % 4 * 16
-        for piece in range(pieces):
-            for i in range(len(scales), min(piece + AHEAD + 1, pieces)):
-                scales.append(asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [place + 64 * i]))
-            if piece == 0:
-                wgmma.wait(0)
-            for c in range(8 * piece, min(8 * piece + 8, len(sums))):
-                at = own * (self.tile_n // 2) + c
-                rSum[at] = wgmma.multiply_add(sums[c], scales[piece][c // 4 % 2 * 2 + c % 2], rSum[at])
+    def promote(self, sums: list, own: int, sfx: Int32, rSum: cute.Tensor, waits: int) -> None:
+        """Add sums of 128 of K, times their tokens' scales.
+
+        Args:
+            own: which of the warpgroup's blocks they are of.
+            waits: groups of MMAs that may be in flight then.
+        """
+        scales: list[list] = []
+        sixteens = -(-len(sums) // 8)
+        for c, one in enumerate(sums):
+            while len(scales) < min(c // 8 + AHEAD + 1, sixteens):
+                scales.append(self.token_scales(sfx, len(scales)))
+            if c == 0:
+                wgmma.wait(waits)
+            at = own * (self.tile_n // 2) + c
+            rSum[at] = wgmma.multiply_add(one, scales[c // 8][c // 4 % 2 * 2 + c % 2], rSum[at])
+
+    def token_scales(self, sfx: Int32, sixteen: int) -> list:
+        """Load the scales of a thread's four of 16 tokens."""
+        place = sfx + cute.arch.lane_idx() % 4 * 16 + 64 * sixteen
+        return asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [place])
 
     def part(self, stages: Stages, stage: Int32, parity: Int32) -> None:
         """Wait for what is there: MMAs before and expansion after stay apart in the assembler's order."""
         cute.arch.mbarrier_wait(stages.full + stage, parity)
 
-    def keep(self, rA: cute.Tensor, words: list) -> None:
-        """Put words of A into registers."""
-        for i, word in enumerate(words):
+    def expand(self, w: Int32, chunk: Int32, rA: cute.Tensor) -> None:
+        """Make words of A of a block of rows, 128 K."""
+        for i, word in enumerate(self.expanded(w, chunk)):
             rA[i] = word
 
     def expanded(self, w: Int32, chunk: Int32) -> list:

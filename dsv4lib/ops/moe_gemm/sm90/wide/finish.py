@@ -51,7 +51,14 @@ class Finish(Epilogue):
 
     @cute.jit
     def finish_tile(
-        self, blocks: Int32, tile: Tile, group: Int32, sSum: cute.Tensor, ends: Ends, factors: list[Scales], rSum: cute.Tensor
+        self,
+        blocks: Int32,
+        tile: Tile,
+        group: Int32,
+        sSum: cute.Tensor,
+        ends: Ends,
+        factors: list[Scales],
+        rSum: cute.Tensor,
     ):
         """Quantise the 128 features of a tile; both warpgroups call it.
 
@@ -66,7 +73,7 @@ class Finish(Epilogue):
         room = Room(codes, inverses, inverses + 4 * self.tile_n)
         for part in cutlass.range_constexpr(self.tile_n // TOKENS):
             if part * TOKENS < tile.rows:
-                self.activate_part(blocks, tile, group, part, room, ends, factors, rSum)
+                self.activate_part(tile, part, room, ends, factors, rSum)
         self.sync_groups()
         if tidx < cute.round_up(tile.rows, TOKENS):
             self.find_scale(blocks, tile, tidx, room, ends)
@@ -86,9 +93,7 @@ class Finish(Epilogue):
     @cute.jit
     def activate_part(
         self,
-        blocks: Int32,
         tile: Tile,
-        group: Int32,
         part: cutlass.Constexpr,
         room: Room,
         ends: Ends,
@@ -108,8 +113,7 @@ class Finish(Epilogue):
                 if cutlass.const_expr(self.routed):
                     value = value * weight
                 rSum[at] = value
-                there = tile.feature * TILE_BLOCKS + group * BLOCKS + own < blocks
-                amax = cute.arch.fmax(amax, cutlass.select_(there, convert.magnitude(value), Float32(0.0)), nan=True)
+                amax = cute.arch.fmax(amax, convert.magnitude(value), nan=True)  # past the last block: it once more
             for i in cutlass.range_constexpr(2, 5):
                 amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << i), nan=True)
             if tidx % 32 < 4:
@@ -179,8 +183,9 @@ class Finish(Epilogue):
                     block = tile.feature * TILE_BLOCKS + group * BLOCKS + piece // (2 * TILE_M // PIECE)
                     if first + token < self.stored(tile) and block < blocks:
                         words = load(room + token * ROW_PITCH + piece * PIECE, 4)
-                        column = tile.feature * (TILE_BLOCKS * TILE_M) + group * (BLOCKS * TILE_M) + piece * (PIECE // 2)
-                        target = ends.out[tile.row + first + token, None].iterator.toint() + Int64(2 * column)
+                        features = (tile.feature * GROUPS + group) * ROW_BYTES  # bytes of those before
+                        row = ends.out[tile.row + first + token, None].iterator.toint()
+                        target = row + Int64(features + piece * PIECE)
                         asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", [], [target, *words])
                 self.sync_group(group)
 

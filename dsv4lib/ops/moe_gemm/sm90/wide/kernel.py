@@ -63,10 +63,8 @@ from dsv4lib.ops.moe_gemm.sm90.load import Sources, Stages, Tokens
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES, HALF_BYTES, THREAD_BYTES, Mma, load, pure, to_e4m3
 from dsv4lib.ops.moe_gemm.sm90.wide.config import (
     BLOCKS,
-    CONSUMER_REGISTERS,
     FIRST_LOAD_WARP,
     GROUPS,
-    LOAD_REGISTERS,
     THREADS,
     TILE_BLOCKS,
     TOKENS,
@@ -139,10 +137,10 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         sfx = storage.sfx.data_ptr().toint()
         stages = Stages(storage.x.data_ptr().toint(), storage.w.data_ptr(), sfx, full, empty)
         if warp >= FIRST_LOAD_WARP:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.load_registers)
             self.load(sources, groups, total, stages)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             shape = cute.make_layout((PITCH, TOKENS, self.sum_slots))
             self.consume(sources, groups, total, stages, storage.sums.get_tensor(shape), ends)
 
