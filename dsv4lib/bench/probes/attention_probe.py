@@ -38,21 +38,20 @@ from dsv4lib.predict import table
 ARCH = "sm_90a"
 SMS = 132
 CHUNK = 4096  # tokens of a prefill
-LAYERS = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 SPLITS = {  # that are timed, by layer and tokens
-    (LayerKind.SWA, 1): (1, 2),
-    (LayerKind.SWA, 8): (1, 2),
-    (LayerKind.SWA, 32): (1, 2),
-    (LayerKind.SWA, 128): (1,),
-    (LayerKind.CSA, 1): (5, 10),
-    (LayerKind.CSA, 8): (2, 3, 5, 10),
-    (LayerKind.CSA, 32): (1, 2, 3, 4),
     (LayerKind.CSA, 128): (1,),
-    (LayerKind.CSA, CHUNK): (1,),
-    (LayerKind.HCA, 1): (3, 6),
-    (LayerKind.HCA, 8): (2, 3, 6),
-    (LayerKind.HCA, 32): (1, 2, 3),
+    (LayerKind.CSA, 32): (1, 2, 3, 4),
+    (LayerKind.CSA, 8): (3, 5, 10),
+    (LayerKind.CSA, 1): (5, 10),
     (LayerKind.HCA, 128): (1,),
+    (LayerKind.HCA, 32): (1, 2, 3),
+    (LayerKind.HCA, 8): (2, 3, 6),
+    (LayerKind.HCA, 1): (3, 6),
+    (LayerKind.SWA, 128): (1,),
+    (LayerKind.SWA, 32): (1, 2),
+    (LayerKind.SWA, 8): (1, 2),
+    (LayerKind.SWA, 1): (1, 2),
+    (LayerKind.CSA, CHUNK): (1,),
 }
 FORMS = (4, 0), (8, 0), (8, 1), (8, 2)  # producer warps; loads early; 2: and entries prefetched
 
