@@ -42,7 +42,8 @@ def test_lists_shorter_than_a_tile(name, heads, tokens, kind):
     """No lane without a key reads anything: ptxas was seen to load from an address of 0 that a guard had excluded."""
     counts = [(7 * i) % 24 for i in range(tokens)], [(5 * i) % 33 for i in range(tokens)]
     outcome = run(SHORT[name], paged(case(heads, *counts, seed=11), 64), kind, native=True, ctas=2)
-    assert outcome.right and not outcome.guards_written, outcome.findings()
+    assert outcome.error is None and outcome.factor.passed and not outcome.guards_written, outcome.findings()
+    assert outcome.lse_error <= 32 * 2.0**-23  # over so few keys: see LSE_BOUNDS in test_prefill_sm90.py
 
 
 @pytest.mark.parametrize("kind", [DecodeFmha, PrefillFmha])
