@@ -53,7 +53,7 @@ SPLITS = {  # that are timed, by layer and tokens
     (LayerKind.SWA, 1): (1, 2),
     (LayerKind.CSA, CHUNK): (1,),
 }
-FORMS = (4, 0), (8, 0), (8, 1), (8, 2)  # producer warps; loads early; 2: and entries prefetched
+FORMS = (4, 0), (8, 0), (8, 1)  # producer warps; loads early
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, int, in
     """Yield (kernel, producer warps, early, splits) of what is timed."""
     for splits in SPLITS[layer, tokens]:
         for warps, early in FORMS:
-            if early < 2 and tokens < CHUNK:
+            if tokens < CHUNK:
                 yield DecodeFmha, warps, early, splits
             if splits not in (10, 6):
                 yield PrefillFmha, warps, early, splits
@@ -94,7 +94,7 @@ def compile_all(processes: int) -> None:
 
 def early_of(early: int) -> dict[str, bool]:
     """Return options of a kernel that asks so early."""
-    return {"early": early > 0, "prefetch": early > 1}
+    return {"early": bool(early)}
 
 
 def settings_of(entries: bool, splits: int) -> dict[str, Any]:
