@@ -1,8 +1,8 @@
 """Run `fmha` on a Hopper: over 584-byte entries.
 
 `fmha` has the arguments. One kernel is for calls whose keys are split, and one, of tiles in pairs, for all others: of
-two tiles or of tokens that fill the GPU. Unsplit, both give the same bits. What they do not have is refused by name: keys that are no `Fp8Pages`, D
-other than 512, fp16, ``groups``, outputs that are not normalised.
+two tiles, or of tokens that fill the GPU. Unsplit, both give the same bits. What they do not have is refused by name:
+keys that are no `Fp8Pages`, D other than 512, fp16, ``groups``, outputs that are not normalised.
 """
 
 from __future__ import annotations
