@@ -124,7 +124,7 @@ def test_the_op_with_padded_rows(monkeypatch):
         given = {"sink": one.sink, "rope": (one.cos, one.sin), "splits": 1, "backend": "emulator"}
         fmha(one.q, *keys_of(one), **given, o=few)
         monkeypatch.setattr(split_choice, "HOPPER_SM_COUNT", 2)
-            o, lse = fmha(one.q, *keys_of(one), **given)
+        o, lse = fmha(one.q, *keys_of(one), **given)
     assert torch.equal(o, few) and not o[1].any() and bool((lse[1] == -torch.inf).all())
 
 
