@@ -38,23 +38,22 @@ from dsv4lib.predict import table
 ARCH = "sm_90a"
 SMS = 132
 CHUNK = 4096  # tokens of a prefill
-LAYERS = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 SPLITS = {  # that are timed, by layer and tokens
-    (LayerKind.SWA, 1): (1, 2),
-    (LayerKind.SWA, 8): (1, 2),
-    (LayerKind.SWA, 32): (1, 2),
-    (LayerKind.SWA, 128): (1,),
-    (LayerKind.CSA, 1): (5, 10),
-    (LayerKind.CSA, 8): (2, 3, 5, 10),
-    (LayerKind.CSA, 32): (1, 2, 3, 4),
     (LayerKind.CSA, 128): (1,),
-    (LayerKind.CSA, CHUNK): (1,),
-    (LayerKind.HCA, 1): (3, 6),
-    (LayerKind.HCA, 8): (2, 3, 6),
-    (LayerKind.HCA, 32): (1, 2, 3),
+    (LayerKind.CSA, 32): (1, 2, 3, 4),
+    (LayerKind.CSA, 8): (3, 5, 10),
+    (LayerKind.CSA, 1): (5, 10),
     (LayerKind.HCA, 128): (1,),
+    (LayerKind.HCA, 32): (1, 2, 3),
+    (LayerKind.HCA, 8): (2, 3, 6),
+    (LayerKind.HCA, 1): (3, 6),
+    (LayerKind.SWA, 128): (1,),
+    (LayerKind.SWA, 32): (1, 2),
+    (LayerKind.SWA, 8): (1, 2),
+    (LayerKind.SWA, 1): (1, 2),
+    (LayerKind.CSA, CHUNK): (1,),
 }
-FORMS = (4, 0), (8, 0), (8, 1), (8, 2)  # producer warps; loads early; 2: and entries prefetched
+FORMS = (4, 0), (8, 0), (8, 1)  # producer warps; loads early
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, int, in
     """Yield (kernel, producer warps, early, splits) of what is timed."""
     for splits in SPLITS[layer, tokens]:
         for warps, early in FORMS:
-            if early < 2 and tokens < CHUNK:
+            if tokens < CHUNK:
                 yield DecodeFmha, warps, early, splits
             if splits not in (10, 6):
                 yield PrefillFmha, warps, early, splits
@@ -95,7 +94,7 @@ def compile_all(processes: int) -> None:
 
 def early_of(early: int) -> dict[str, bool]:
     """Return options of a kernel that asks so early."""
-    return {"early": early > 0, "prefetch": early > 1}
+    return {"early": bool(early)}
 
 
 def settings_of(entries: bool, splits: int) -> dict[str, Any]:

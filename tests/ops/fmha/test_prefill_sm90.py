@@ -12,7 +12,7 @@ from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.op import Fp8Pages, Rows, Selected, fmha
 from dsv4lib.ops.fmha.sm90.arguments import fake_args
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
-from dsv4lib.ops.fmha.sm90.launch import choose_splits, many
+from dsv4lib.ops.fmha.sm90.launch import choose_splits
 from dsv4lib.ops.fmha.sm90.prefill.faults import CAUGHT_BY, FAULTS
 from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.pages.fmha import run_case
@@ -124,17 +124,15 @@ def test_the_op_with_padded_rows(monkeypatch):
         given = {"sink": one.sink, "rope": (one.cos, one.sin), "splits": 1, "backend": "emulator"}
         fmha(one.q, *keys_of(one), **given, o=few)
         monkeypatch.setattr(split_choice, "HOPPER_SM_COUNT", 2)
-        assert many(3, 64, 1, split_choice.HOPPER_SM_COUNT)
         o, lse = fmha(one.q, *keys_of(one), **given)
     assert torch.equal(o, few) and not o[1].any() and bool((lse[1] == -torch.inf).all())
 
 
-def test_what_calls_are_of_many_tokens():
-    """More blocks of 64 heads than SMs, not split: a batch of 128 of Flash is not, of Pro it is."""
-    assert not many(128, 64, choose_splits(128, 64, 512, 128, 132), 132)
-    assert many(128, 128, choose_splits(128, 128, 1024, 128, 132), 132)
-    assert many(4096, 64, choose_splits(4096, 64, 512, 128, 132), 132)
-    assert not many(4096, 64, 2, 132)
+def test_what_calls_are_not_split():
+    """Two tiles never are; a batch of 128 and a chunk of prefill fill the GPU."""
+    assert [choose_splits(tokens, 64, 0, 128, 132) for tokens in (1, 8, 32, 128)] == [1] * 4
+    assert choose_splits(128, 64, 512, 128, 132) == choose_splits(128, 128, 1024, 128, 132) == 1
+    assert choose_splits(4096, 64, 512, 128, 132) == 1
 
 
 def test_a_tile_takes_fewer_instructions_than_in_the_kernel_of_few_tokens():

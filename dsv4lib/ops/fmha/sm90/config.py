@@ -46,7 +46,6 @@ class Config(Plan):
         partial: split the keys over the grid and write fp32 O and LSE of each split.
         producer_warps: 4 or 8: how many convert entries.
         early: ask for Q and the first tile's entries before it is known how many keys there are.
-        prefetch: have L2 fetch a tile's entries before the tile before is converted.
 
     Raises:
         ConfigError: a value that is not one of these, or keys of no kind.
@@ -65,7 +64,6 @@ class Config(Plan):
         partial: bool = False,
         producer_warps: int = 8,
         early: bool = True,
-        prefetch: bool = False,
     ):
         if entries not in ENTRIES:
             raise ConfigError("entries", entries, "one of " + ", ".join(ENTRIES))
@@ -80,13 +78,13 @@ class Config(Plan):
         self.producer_warps, self.threads = producer_warps, 32 * (MATH_WARPS + producer_warps)
         self.keys = TILE_N // producer_warps  # of a producer warp
         self.registers = ROLE_REGISTERS[producer_warps]
-        self.early, self.prefetch = early, prefetch
+        self.early = early
         self.entries, self.window, self.window_index = entries, window, window_index
         self.sink, self.inverse_rope, self.partial = sink, inverse_rope, partial
         self.fp8_entries, self.fp8_window = entries != "none", window
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        names = ("window", "window_index", "sink", "inverse_rope", "partial", "early", "prefetch")
+        names = ("window", "window_index", "sink", "inverse_rope", "partial", "early")
         given = [self.entries, str(self.producer_warps), *(n for n in names if vars(self)[n])]
         return f"{type(self).__name__}({', '.join(given)})"
 

@@ -26,7 +26,7 @@ math thread (128 of O, 32 of S) and 64 a producer thread (36 of raw entries).
 
 A grid of tokens x blocks of 64 heads x splits of the keys, which `ops.fmha.combine` adds up. Tiles and splits are those
 of `ops.fmha.work`. Launches overlap: a CTA makes its barriers, then waits for the kernel before. Q and the first tile's
-indices are asked for together with the lengths of the lists (`Keys.guess`), not after them.
+indices are loaded together with the lengths of the lists (`Keys.guess`), not after them.
 
 Source: DSV4 paper eq. 27; PTX ISA, "wgmma", "Matrix Descriptor Format".
 """

@@ -1,8 +1,8 @@
 """Run `fmha` on a Hopper: over 584-byte entries.
 
-`fmha` has the arguments. One kernel is for few tokens, whose keys may be split, and one for more than fill the GPU
-(`many`). Unsplit, both give the same bits. What they do not have is refused by name: keys that are no `Fp8Pages`, D
-other than 512, fp16, ``groups``, outputs that are not normalised.
+`fmha` has the arguments. One kernel is for calls whose keys are split, and one, of tiles in pairs, for all others: of
+two tiles, or of tokens that fill the GPU. Unsplit, both give the same bits. What they do not have is refused by name:
+keys that are no `Fp8Pages`, D other than 512, fp16, ``groups``, outputs that are not normalised.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dsv4lib.ops.fmha.work import KeyRows
 
 ARCHS = ("sm_90a",)
 TILE = split_choice.Tile(2.2, 2.2, 0.0)  # microseconds of 64 keys, assumed
+PAIR = 2  # tiles that `PrefillFmha` works on at once: sooner than two CTAs and their combination (data/bench/fmha.md)
 
 
 def choose_splits(tokens: int, heads: int, most: int, window_most: int, sms: int) -> int:
@@ -34,13 +35,10 @@ def choose_splits(tokens: int, heads: int, most: int, window_most: int, sms: int
     Args:
         tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sms: of the GPU.
     """
-    blocks = -(-heads // TILE_M)
-    return split_choice.choose(tokens * blocks, count_tiles(most, window_most), sms, tile=TILE).keys
-
-
-def many(tokens: int, heads: int, splits: int, sms: int) -> bool:
-    """Tell whether a call is `PrefillFmha`'s: unsplit, and more blocks of 64 heads than SMs."""
-    return splits == 1 and tokens * -(-heads // TILE_M) > sms
+    blocks, tiles = -(-heads // TILE_M), count_tiles(most, window_most)
+    if tiles <= PAIR:
+        return 1
+    return split_choice.choose(tokens * blocks, tiles, sms, tile=TILE).keys
 
 
 def check(call: Any) -> None:
@@ -94,8 +92,8 @@ def launch(name: str, call: Any, partial: Any) -> None:
     settings = settings_of(call)
 
     kind, ctas = DecodeFmha, 1
-    if many(tokens, heads, splits, sms):
-        kind, ctas = PrefillFmha, max(1, sms // -(-heads // TILE_M))
+    if splits == 1:
+        kind, ctas = PrefillFmha, min(tokens, max(1, sms // -(-heads // TILE_M)))
 
     def attend(options: dict[str, Any], sink: Tensor | None, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, kind, options, arguments.fake_args)
@@ -121,7 +119,7 @@ def needed(options: dict[str, Any]) -> list[tuple]:
     defaults = {"entries": "index", "window": True, "window_index": False, "sink": True, "inverse_rope": False}
     settings = {name: options.get(name, value) for name, value in defaults.items()}
     of_split, ends = parts(settings)
-    chosen = (DecodeFmha, settings), (PrefillFmha, settings), (DecodeFmha, of_split)
+    chosen = (PrefillFmha, settings), (DecodeFmha, of_split)
     kernels = [(*one, arguments.fake_args) for one in chosen]
     return kernels + [(Combine, {**ends, "at_once": n}, both.fake_args) for n in AT_ONCE]
 

@@ -18,7 +18,6 @@ from cutlass import Int32, Int64
 from dsv4lib.dsl import kv_entry
 from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
-from dsv4lib.formats.kv_entry import LAYOUT
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_M, TILE_N
 from dsv4lib.ops.fmha.sm90.attend import PIECE, copy
 from dsv4lib.ops.fmha.sm90.config import HEAD_DIM, MATH_WARPS, STAGE_BYTES
@@ -152,8 +151,6 @@ class PrefillKeys(Keys):
             coming = self.counts(lists, items, token + 2 * step)
             for tile in cutlass.range(now.tiles, unroll=1):
                 stage = tile & 1
-                if cutlass.const_expr(self.prefetch):
-                    self.prefetch_entry(pools, index, in_window)
                 for half in cutlass.range_constexpr(HALVES):
                     cute.arch.mbarrier_wait(ring.empty + (HALVES * stage + half), parity)
                     for batch in cutlass.range_constexpr(batches):
@@ -219,18 +216,6 @@ class PrefillKeys(Keys):
             pool = pools[0] if self.entries != "none" else pools[1]
             self.load(pool, own, raw[None, batch], scales[None, batch])
 
-    @cute.jit
-    def prefetch_entry(self, pools: list, index: Int32, in_window: Int32):
-        """Have L2 fetch the entry whose index this lane has, if it is one of a producer warp's first."""
-        if cute.arch.lane_idx() < self.keys and index >= 0:
-            if cutlass.const_expr(self.entries != "none" and self.window):
-                if in_window == 0:
-                    prefetch_entry(pools[0], index)
-                else:
-                    prefetch_entry(pools[1], index)
-            else:
-                prefetch_entry(pools[0] if self.entries != "none" else pools[1], index)
-
     def wait_for_room(self, queries: Queries, parity: Int32) -> None:
         """Wait until Q of the token before was read for the last time."""
         cute.arch.mbarrier_wait(queries.empty, parity)
@@ -265,13 +250,6 @@ class PrefillKeys(Keys):
         head = self.head_block() * TILE_M + thread
         if thread < TILE_M and head < mQ.shape[1] and token < items.end:
             prefetch(mQ[token, head, None].iterator.toint(), HEAD_DIM * 2)
-
-
-def prefetch_entry(pool: kv_entry.LanePool, index: Int32) -> None:
-    """Have L2 fetch an entry and its scales."""
-    data, scales = kv_entry._addresses(index, pool)
-    prefetch(data - pool.piece, LAYOUT.data_bytes)
-    prefetch(scales & -16, 16)
 
 
 def prefetch(address: Int64, size: int) -> None:
