@@ -9,21 +9,21 @@ from dataclasses import replace
 
 import torch
 
-from dsv4lib.dsl.compile import compile_for
 from dsv4lib.emulator.driver import host
 from dsv4lib.emulator.driver.device import Device, active, make
 from dsv4lib.emulator.machine.request import LaunchResult
 from dsv4lib.emulator.ptx import parse
 from dsv4lib.ops.gemm_tile.inputs import operands
 from dsv4lib.ops.gemm_tile.sm100 import GemmTile
+from tests.budget import built
 
 SHAPE = (150, 136, 456)  # two tiles by two, more stages of K than the ring holds
 
 
 @functools.cache
 def compiled():
-    kernel = GemmTile()
-    return kernel, compile_for(kernel, kernel.fake_args(), "sm_100a").function
+    kernel, code = built(GemmTile, GemmTile.fake_args, "sm_100a")
+    return kernel, code.function
 
 
 def run(edit: Callable[[str], str] | None = None, shape=SHAPE, **settings) -> tuple[torch.Tensor, LaunchResult]:

@@ -63,11 +63,10 @@ def test_uses_name_the_load():
 def test_early_uses_in_compiled_code_are_moves():
     """The compiler packs the loaded registers in front of the wait; without the wait their other uses appear."""
     pytest.importorskip("cutlass.cute")
-    from dsv4lib.dsl.compile import compile_for
     from dsv4lib.ops.gemm_tile.sm100 import GemmTile
+    from tests.budget import built
 
-    gemm = GemmTile()
-    text = compile_for(gemm, gemm.fake_args()).ptx
+    text = built(GemmTile, GemmTile.fake_args, "sm_100a")[1].ptx
     (good,) = parse(text).kernels.values()
     loads = [i.index for i in good.instructions if i.opcode.startswith("tcgen05.ld")]
     assert loads and eager_loads(good) <= set(loads)

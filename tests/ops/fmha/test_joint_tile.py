@@ -17,7 +17,6 @@ from tests.cases import cases
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 MMAS = 24  # a tile of one CTA or pair, D 512: 16 of Q K^T, 8 of P V
-WINDOWS = (0, 4, 37, 65, 128)
 LENGTHS = range(0, 201, 13)
 ENTRIES, KEYS = [100, 3, 61, 60, 0, 70], [28, 60, 3, 4, 9, 56]  # joint: all but the third and the fifth
 
@@ -39,7 +38,7 @@ def test_how_many_tiles():
 
 
 @pytest.mark.parametrize("entries", cases("index", full=["range"]))
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", cases(37, 128, full=[0, 4, 65]))
 def test_any_number_of_entries_beside_any_window(entries, window):
     """One launch over lists of 0, 13, .. 195 entries; as many tiles as `count_tiles` says."""
     one = case(5, list(LENGTHS), [window] * len(LENGTHS), seed=window)
@@ -49,7 +48,7 @@ def test_any_number_of_entries_beside_any_window(entries, window):
 
 
 @pytest.mark.parametrize("positions", [[40, 126, 127, 128], [129, 190, 255, 5000]])
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", cases(2, full=[1]))
 def test_rings_at_any_rotation_behind_selected_entries(positions, cluster):
     """Decode: the ring of 128 slots, not full, full, wrapped; slots never written are NaN."""
     counts = [100, 23, 61, 64]
@@ -77,7 +76,7 @@ def test_a_pair_of_tokens_takes_a_tile_less(starts):
     )
 
 
-@pytest.mark.parametrize("sms", [1, 2, None])
+@pytest.mark.parametrize("sms", cases(1, full=[2, None]))
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_tokens_with_and_without_it_in_turn(sms, cluster):
     one = case(37 * cluster, ENTRIES, KEYS)
@@ -105,12 +104,14 @@ def test_no_entry_is_there():
 
 @pytest.mark.parametrize(
     ("which", "one"),
-    [
-        (settings("index"), case(64, [100, 61], [128, 3])),
+    cases(
         (settings("range", 2, True), prefill_case(64, [300], 4)),
         (settings("index", 1, False, (True, False)), paged(case(37, [100, 61], [28, 3]), 48)),
-        (settings("index", 2, False, (False, True)), paged(case(100, [100, 61], [28, 3]), 48)),
-    ],
+        full=[
+            (settings("index"), case(64, [100, 61], [128, 3])),
+            (settings("index", 2, False, (False, True)), paged(case(100, [100, 61], [28, 3]), 48)),
+        ],
+    ),
 )
 def test_every_schedule_gives_the_same_bits(which, one):
     outcomes = [run_fmha(Fmha, which, one, schedule=s) for s in SCHEDULES]
@@ -131,7 +132,7 @@ def test_the_bits_of_the_dequantised_rows(switches, cluster, page):
 
 
 @pytest.mark.parametrize("splits", cases(3, full=[2, 5]))
-@pytest.mark.parametrize("sharing", [(1,), (2, True)])
+@pytest.mark.parametrize("sharing", cases((1,), full=[((2, True),)]))
 def test_parts_join_to_the_whole(splits, sharing):
     """It is the last tile of a part, the first, one of its own."""
     one = case(64, ENTRIES, KEYS) if len(sharing) == 1 else prefill_case(64, [127, 5000], 4)

@@ -14,7 +14,7 @@ from dsv4lib.ops.gemm_tile.inputs import SENTINEL, operands, padding_untouched
 from dsv4lib.ops.gemm_tile.sm100 import GemmTile
 from dsv4lib.reference.gemm_tile import gemm_tile
 from dsv4lib.viz import ptx
-from tests.budget import small
+from tests import budget
 from tests.cases import cases
 
 CONFIGS = [  # in, out, tile_n, stages: every type, an epilogue of 1, 2, 3 and more chunks, one stage, a full SMEM
@@ -30,8 +30,7 @@ CONFIGS = [  # in, out, tile_n, stages: every type, an epilogue of 1, 2, 3 and m
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=lambda c: "-".join(map(str, c)))
 def built(request):
-    kernel = GemmTile(*request.param)
-    return kernel, compile_for(kernel, kernel.fake_args())
+    return budget.built(GemmTile, GemmTile.fake_args, "sm_100a", *request.param)
 
 
 def total(kernel, resource):
@@ -66,7 +65,7 @@ def test_compiler_and_budget_agree(built):
     assert done.threads == total(kernel, "threads")
     assert (done.local_bytes, done.spills) == (0, 0)
     assert done.registers * done.threads <= 65_536
-    assert small(done)
+    assert budget.small(done)
     for row in kernel.budget():
         assert 0 < row.used <= row.limit and row.derivation
 

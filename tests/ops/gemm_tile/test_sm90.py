@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from dsv4lib import backends, check
-from dsv4lib.dsl.compile import compile_for
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.gemm_tile import sm90
 from dsv4lib.ops.gemm_tile.inputs import operands, padding_untouched
 from dsv4lib.ops.gemm_tile.sm90 import GemmTile
 from dsv4lib.reference.gemm_tile import gemm_tile
 from dsv4lib.viz import ptx
+from tests import budget
 from tests.cases import cases
 
 CONFIGS = [  # in, out, tile_n, stages: every type, one part of C and more, one stage, a full SMEM
@@ -26,8 +26,7 @@ CONFIGS = [  # in, out, tile_n, stages: every type, one part of C and more, one 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=lambda c: "-".join(map(str, c)))
 def built(request):
-    kernel = GemmTile(*request.param)
-    return kernel, compile_for(kernel, kernel.fake_args(), "sm_90a")
+    return budget.built(GemmTile, GemmTile.fake_args, "sm_90a", *request.param)
 
 
 def test_instructions_follow_from_the_configuration(built):
