@@ -26,7 +26,7 @@ from dsv4lib.errors import BackendUnavailable
 
 MEMORY_POOLS = 115  # device attribute: without them Warp allocates by one function
 _NUMBA, _NUMBA_DRIVER = "numba.cuda.decorators", "numba.cuda.cudadrv.driver"
-_CUPY_CORE = "cupy._core._accelerator"
+_CUPY, _CUPY_CORE = "cupy", "cupy._core._accelerator"
 _WARP, _WARP_CONFIG = "warp._src.context", "warp.config"
 
 
@@ -41,7 +41,7 @@ def patched() -> Iterator[None]:
             _WARP: lambda module: _warp(patch, module),
             _WARP_CONFIG: lambda module: _warp_config(patch, module),
             _CUPY_CORE: lambda module: _cupy(patch, module),
-            "cupy": lambda module: module.cuda.set_allocator(None),  # not one for many arrays: their ends are checked
+            _CUPY: _cupy_memory,
         }
         with when_imported(actions):
             yield
@@ -76,6 +76,12 @@ def _cupy(patch: Patches, module: ModuleType) -> None:
     patch.env("CUPY_CACHE_IN_MEMORY", "1")  # of a cubin from its files no PTX is known
     module.set_reduction_accelerators([])
     module.set_routine_accelerators([])
+
+
+def _cupy_memory(module: ModuleType) -> None:
+    """Let each array of CuPy be an allocation: its ends are checked, and no pool keeps memory of an earlier device."""
+    module.cuda.set_allocator(None)
+    module.cuda.set_pinned_memory_allocator(None)
 
 
 def _warp_config(patch: Patches, module: ModuleType) -> None:
