@@ -45,6 +45,7 @@ def all_cases() -> list[Any]:
     import cases_flash_attn_more
     import cases_flashinfer
     import cases_flashinfer_mega
+    import cases_gluon
     import cases_quack
     import cases_quack_more
     import cases_simt
@@ -63,6 +64,7 @@ def all_cases() -> list[Any]:
         cases_triton,
         cases_triton_packages,
         cases_simt,
+        cases_gluon,
     )
     return [case for package in packages for case in package.CASES]
 

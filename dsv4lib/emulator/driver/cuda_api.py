@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dsv4lib.emulator.driver import emulated_time, modules
+from dsv4lib.emulator.driver.on_import import installed
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.machine.request import LaunchRequest
@@ -539,6 +540,8 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda.nvtx, name, lambda *a, **k: 0
     yield torch.cuda.nvtx, "range", Scope
     yield torch.profiler, "profile", _profile
-    yield from _bindings()
-    yield from modules.compilers()
-    yield from _testing()
+    if installed("cuda.bindings.driver"):
+        yield from _bindings()
+        yield from modules.compilers()
+    if installed("cutlass.cutlass_dsl"):
+        yield from _testing()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import tempfile
 import weakref
@@ -20,6 +19,7 @@ from dsv4lib.emulator.checks.selection import PRESETS, select
 from dsv4lib.emulator.driver import arguments, config, emulated_time
 from dsv4lib.emulator.driver.arch import Architecture, architecture
 from dsv4lib.emulator.driver.memory import Tracker
+from dsv4lib.emulator.driver.on_import import installed
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.driver.termination import unwinding
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
@@ -303,7 +303,7 @@ def device(
 
     Raises:
         ArgumentError: a bad argument.
-        BackendUnavailable: CUDA is already initialised in this process, or torch or the DSL is missing.
+        BackendUnavailable: CUDA is already initialised in this process, or torch is missing.
     """
     with entered(make(arch, **settings), shims, default_device) as gpu:
         yield gpu
@@ -316,12 +316,13 @@ def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
     arguments.one_of("default_device", default_device, ("cuda", "cpu"))
     need_packages()
     refuse_initialised_cuda()
-    from dsv4lib.emulator.driver import driver_library, dsl, torch_shims
+    from dsv4lib.emulator.driver import driver_library, dsl, torch_shims  # here, because it takes a while
 
     with ExitStack() as stack:
         stack.enter_context(unwinding())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-emulator-"))  # mode 0700
-        stack.enter_context(dsl.patched(gpu, folder))
+        if installed("cutlass.cutlass_dsl"):
+            stack.enter_context(dsl.patched(gpu, folder))
         if shims:
             stack.enter_context(torch_shims.patched(default_device))
         stack.enter_context(active(gpu))
@@ -364,15 +365,16 @@ def current() -> Device:
 
 
 def need_packages() -> None:
-    """Refuse an environment in which no CuTeDSL script can run; a PTX file needs neither package.
+    """Refuse an environment in which no script can run; a PTX file needs no package.
+
+    Without the CuTe DSL scripts run that do not import it.
 
     Raises:
-        BackendUnavailable: torch or the CuTe DSL is not installed.
+        BackendUnavailable: torch is not installed.
     """
-    names = {"torch": "torch", "cutlass": "nvidia-cutlass-dsl"}
-    if missing := [package for name, package in names.items() if importlib.util.find_spec(name) is None]:
-        fix = "pip install 'dsv4lab[ops]'; a PTX file runs without them (`dsv4 emulate kernel.ptx`)"
-        raise BackendUnavailable(f"CuTeDSL scripts in the emulator need {' and '.join(missing)}: {fix}")
+    if not installed("torch"):
+        fix = "pip install torch, for CuTeDSL 'dsv4lab[ops]'; a PTX file runs without (`dsv4 emulate kernel.ptx`)"
+        raise BackendUnavailable(f"scripts in the emulator need torch: {fix}")
 
 
 def refuse_initialised_cuda() -> None:

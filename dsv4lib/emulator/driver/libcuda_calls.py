@@ -29,6 +29,7 @@ from dsv4lib.emulator.driver.libcuda import (
     text,
 )
 from dsv4lib.emulator.driver.modules import CONTEXT
+from dsv4lib.emulator.driver.on_import import installed
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.errors import ArgumentError
@@ -58,7 +59,10 @@ def driver_version(out: int) -> None:
 
 @entry("cuGetErrorName", I, P, release=True)
 def error_name(status: int, out: int) -> int:
-    """Get a status's name."""
+    """Get a status's name: of cuda.bindings if they are there, else one with its number."""
+    if not installed("cuda.bindings.driver"):
+        put(out, P, text(f"CUDA_ERROR_{status}" if status else "CUDA_SUCCESS"))
+        return 0
     from cuda.bindings import driver
 
     try:

@@ -18,6 +18,7 @@ from dsv4lib.emulator.driver import libcuda, libcuda_contexts, unified
 from dsv4lib.emulator.driver import libcuda_calls as calls  # with contexts it fills `libcuda.ENTRIES`
 from dsv4lib.emulator.driver.cuda_api import DRIVER_VERSION
 from dsv4lib.emulator.driver.libcuda import NOT_SUPPORTED, SIZE, U32, U64, I, P, put
+from dsv4lib.emulator.driver.on_import import installed
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
 from dsv4lib.errors import ArgumentError
@@ -183,6 +184,8 @@ ENTRIES["cudaPeekAtLastError"] = ctypes.CFUNCTYPE(I)(lambda: _last(False))
 
 def _named(status: int) -> int:
     """The name of a status: the driver's numbers are the runtime's."""
+    if not installed("cuda.bindings.runtime"):
+        return libcuda.text(f"cudaError {status}" if status else "cudaSuccess")
     from cuda.bindings import runtime
 
     try:

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from dsv4lib.emulator.driver import binary, shared_object
+from dsv4lib.emulator.driver.on_import import installed
 from dsv4lib.emulator.driver.patching import Patches
 from dsv4lib.errors import BackendUnavailable
 
@@ -21,6 +22,12 @@ BINDINGS = "cuda.bindings._internal.nvrtc"  # the module that finds NVRTC for cu
 JITLINK = "libnvJitLink.so.{}"
 LINES, DEBUG = b"-lineinfo", (b"-G", b"--device-debug", b"-lineinfo", b"--generate-line-info")
 _KEPT: list[Any] = []  # libraries and callbacks: compiled code has their addresses
+_API = """
+    AddNameExpression CompileProgram CreateProgram DestroyProgram GetCUBIN GetCUBINSize GetErrorString GetLTOIR
+    GetLTOIRSize GetLoweredName GetNumSupportedArchs GetOptiXIR GetOptiXIRSize GetPCHCreateStatus GetPCHHeapSize
+    GetPCHHeapSizeRequired GetPTX GetPTXSize GetProgramLog GetProgramLogSize GetSupportedArchs SetFlowCallback
+    SetPCHHeapSize Version
+"""
 P, I = ctypes.c_void_p, ctypes.c_int
 
 
@@ -74,7 +81,9 @@ def lead(patch: Patches, module: ModuleType, folder: str) -> None:
 
 
 def _names() -> list[str]:
-    """The functions that cuda.bindings knows."""
+    """The functions that cuda.bindings knows, or those of NVRTC 13."""
+    if not installed("cuda.bindings.nvrtc"):
+        return [f"nvrtc{name}" for name in _API.split()]
     from cuda.bindings import nvrtc
 
     return [name for name in dir(nvrtc) if name.startswith("nvrtc") and not isinstance(getattr(nvrtc, name), type)]

@@ -13,6 +13,14 @@ from typing import Any
 Action = Callable[[ModuleType], None]
 
 
+def installed(name: str) -> bool:
+    """Tell whether a module can be imported; its packages are imported, it is not."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package that holds it
+        return False
+
+
 def _nothing(*_args: Any) -> None:
     """Do nothing."""
 

@@ -73,7 +73,7 @@ def emulate(
 
     Raises:
         ArgumentError: the script is not there, or an argument is wrong.
-        BackendUnavailable: torch or the CuTe DSL is missing.
+        BackendUnavailable: torch is missing.
     """
     from dsv4lib.emulator.driver.device import make, need_packages  # here, because it takes a while to import
 

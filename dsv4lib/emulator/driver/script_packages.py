@@ -24,9 +24,10 @@ from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.errors import BackendUnavailable
 
+REGULAR, INDEXED, MAX_DIMS = 0, 1, 4  # kinds of Warp's arrays
 MEMORY_POOLS = 115  # device attribute: without them Warp allocates by one function
 _NUMBA, _NUMBA_DRIVER = "numba.cuda.decorators", "numba.cuda.cudadrv.driver"
-_CUPY_CORE = "cupy._core._accelerator"
+_CUPY, _CUPY_CORE = "cupy", "cupy._core._accelerator"
 _WARP, _WARP_CONFIG = "warp._src.context", "warp.config"
 
 
@@ -41,7 +42,7 @@ def patched() -> Iterator[None]:
             _WARP: lambda module: _warp(patch, module),
             _WARP_CONFIG: lambda module: _warp_config(patch, module),
             _CUPY_CORE: lambda module: _cupy(patch, module),
-            "cupy": lambda module: module.cuda.set_allocator(None),  # not one for many arrays: their ends are checked
+            _CUPY: _cupy_memory,
         }
         with when_imported(actions):
             yield
@@ -76,6 +77,12 @@ def _cupy(patch: Patches, module: ModuleType) -> None:
     patch.env("CUPY_CACHE_IN_MEMORY", "1")  # of a cubin from its files no PTX is known
     module.set_reduction_accelerators([])
     module.set_routine_accelerators([])
+
+
+def _cupy_memory(module: ModuleType) -> None:
+    """Let each array of CuPy be an allocation: its ends are checked, and no pool keeps memory of an earlier device."""
+    module.cuda.set_allocator(None)
+    module.cuda.set_pinned_memory_allocator(None)
 
 
 def _warp_config(patch: Patches, module: ModuleType) -> None:
@@ -151,15 +158,77 @@ def _repeat(_real: Any, _context: Any, target: int, source: Any, nbytes: int, co
         view.reshape(count, nbytes)[:] = list(ctypes.string_at(_number(source), nbytes))
 
 
-def _fill_array(real: Any, _context: Any, *rest: Any) -> None:
+class Array(ctypes.Structure):
+    """Warp's array_t."""
+
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("grad", ctypes.c_uint64),
+        ("shape", ctypes.c_int32 * MAX_DIMS),
+        ("strides", ctypes.c_int32 * MAX_DIMS),
+        ("ndim", ctypes.c_uint16),
+        ("flags", ctypes.c_uint16),
+    ]
+
+
+class IndexedArray(ctypes.Structure):
+    """Warp's indexedarray_t: along each dimension the elements that ``indices`` name, all of them if it is null."""
+
+    _fields_ = [
+        ("array", Array),
+        ("indices", ctypes.c_void_p * MAX_DIMS),
+        ("shape", ctypes.c_int32 * MAX_DIMS),
+    ]
+
+
+def extent(pointer: Any, kind: int, nbytes: int) -> tuple[int, int]:
+    """Find the first address and the bytes from there to the end of all elements of an array of Warp.
+
+    Args:
+        kind: `REGULAR` or `INDEXED`. nbytes: of an element.
+
+    Raises:
+        LaunchError: an array of another kind.
+        MemoryFault: indices that do not lie in one allocation.
+    """
+    if kind == REGULAR:
+        array = Array.from_address(_number(pointer))
+        ranges = [(0, array.shape[d] - 1) for d in range(array.ndim)]
+    elif kind == INDEXED:
+        indexed = IndexedArray.from_address(_number(pointer))
+        array, ranges = indexed.array, []
+        for d in range(array.ndim):
+            count, at = indexed.shape[d], indexed.indices[d]
+            chosen = unified.view(at, 4 * count).view("<i4") if at and count else range(count)
+            ranges.append((int(min(chosen, default=0)), int(max(chosen, default=-1))))
+    else:
+        raise LaunchError(f"Warp's arrays of kind {kind} (fabric) are not supported by the emulator")
+    if any(last < first for first, last in ranges):
+        return array.data, 0
+    ends = [(array.strides[d] * first, array.strides[d] * last) for d, (first, last) in enumerate(ranges)]
+    low = sum(min(pair) for pair in ends)
+    return array.data + low, sum(max(pair) for pair in ends) - low + nbytes
+
+
+def _check(pointer: Any, kind: int, nbytes: int) -> None:
+    """Look whether all elements of an array that is not empty lie in one allocation of the device."""
+    start, length = extent(pointer, kind, nbytes)
+    if length:
+        unified.view(start, length)
+
+
+def _fill_array(real: Any, _context: Any, array: Any, kind: int, value: Any, nbytes: int) -> None:
     """Fill a strided array as Warp does on the host: the memory is the same."""
     RUNTIME.synchronize()
-    real.wp_array_fill_host(*rest)
+    _check(array, kind, nbytes)
+    real.wp_array_fill_host(array, kind, value, nbytes)
 
 
-def _copy_array(real: Any, _context: Any, *rest: Any) -> Any:
+def _copy_array(real: Any, _context: Any, target: Any, source: Any, to: int, of: int, nbytes: int) -> Any:
     RUNTIME.synchronize()
-    return real.wp_array_copy_host(*rest)
+    _check(target, to, nbytes)
+    _check(source, of, nbytes)
+    return real.wp_array_copy_host(target, source, to, of, nbytes)
 
 
 def _number(pointer: Any) -> int:

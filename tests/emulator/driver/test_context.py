@@ -304,6 +304,19 @@ def test_tensors_that_name_no_device_are_on_the_device_by_default():
         assert "gmem" in str(from_dlpack(early))
 
 
+def test_without_the_dsl_and_the_bindings_torch_finds_the_device(monkeypatch):
+    """As in an environment with torch and Triton alone."""
+    for module in (device, cuda_api):
+        monkeypatch.setattr(module, "installed", lambda name: name == "torch")
+    query, benchmark = driver.cuDeviceGetCount, cutlass.testing.benchmark
+    with emulator.device("sm_90a"):
+        assert torch.cuda.is_available() and torch.zeros(3, device="cuda").is_cuda
+        assert driver.cuDeviceGetCount is query and cutlass.testing.benchmark is benchmark and not dsl._STATE.patched
+    monkeypatch.setattr(device, "installed", lambda name: False)
+    with pytest.raises(BackendUnavailable, match="scripts in the emulator need torch"):
+        device.need_packages()
+
+
 def test_without_shims_torch_is_left_alone():
     with emulator.device("sm_100a", shims=False):
         assert not torch.cuda.is_available() and torch.zeros(1).device.type == "cpu"

@@ -213,8 +213,9 @@ def test_functions_of_the_runtime():
         for made, address in zip(kinds, (there, pinned, ctypes.addressof(data)), strict=True):
             assert call("cudaPointerGetAttributes", ctypes.addressof(made), address) == 0
         assert [made.type for made in kinds] == [libcudart.DEVICE_MEMORY, libcudart.HOST_MEMORY, 0]
-        assert call("cudaMemcpy", there, ctypes.addressof(data), 65, libcudart.HOST_TO_DEVICE) != 0
-        RUNTIME.refused = None
+        for target, count in ((there, 65), (ctypes.addressof(back), 8)):  # past the end; no device memory
+            assert call("cudaMemcpy", target, ctypes.addressof(data), count, libcudart.HOST_TO_DEVICE) != 0
+            RUNTIME.refused = None
         assert call("cudaPeekAtLastError") == call("cudaGetLastError") != call("cudaGetLastError") == 0
         assert call("cudaMemcpy", there, there, 8, 9) == INVALID and "cudaMemcpyKind" in str(RUNTIME.refused)
         assert ctypes.string_at(call("cudaGetErrorName", INVALID)) == b"cudaErrorInvalidValue"

@@ -1,5 +1,6 @@
 """What is done for optional packages without having them: hooks on imports, patches, refusals of other versions."""
 
+import ctypes
 import importlib
 import importlib.util
 import sys
@@ -13,7 +14,7 @@ from dsv4lib.emulator.driver.device import active, make
 from dsv4lib.emulator.driver.on_import import before_import, when_imported
 from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.driver.symbols import RUNTIME
-from dsv4lib.emulator.errors import MemoryFault
+from dsv4lib.emulator.errors import LaunchError, MemoryFault
 from dsv4lib.errors import BackendUnavailable
 
 
@@ -89,6 +90,33 @@ def test_copies_of_warp_stay_inside_an_allocation(over):
         assert host[0] == there[0] and not host[64]
         with pytest.raises(MemoryFault, match="runs 1 bytes over the end"):
             script_packages._copy(None, None, *addresses.values(), 65)
+
+
+@pytest.mark.parametrize("fault", ["", "stride", "index", "kind", "empty"])
+def test_strided_copies_of_warp_stay_inside_an_allocation(fault):
+    """Rows 0 and 2 of a view of 3 x 4 fp32, every second element of a row; real copies are Warp's own."""
+    device, done = make("sm_90a"), []
+    real = SimpleNamespace(wp_array_copy_host=lambda *args: done.append(args) or True)
+    with active(device):
+        target = device.copy(np.zeros(64, np.uint8)).ctypes.data
+        rows = device.copy(np.array([0, 3 if fault == "index" else 2], np.int32)).ctypes.data
+        source = device.copy(np.zeros(24, np.float32)).ctypes.data
+        view = script_packages.Array(source, 0, (3, 4), (36 if fault == "stride" else 32, 8), 2, 0)
+        view.shape[1] = 0 if fault == "empty" else 4
+        picked = script_packages.IndexedArray(view, (rows, None), (2, view.shape[1]))
+        plain = script_packages.Array(target, 0, (2, 4), (16, 4), 2, 0)
+        at = [ctypes.addressof(one) for one in (plain, view if fault == "stride" else picked)]
+        kinds = (0, 2 if fault == "kind" else 0 if fault == "stride" else 1)
+        expected = {"stride": (MemoryFault, "over the end"), "index": (MemoryFault, "no allocation|over the end")}
+        expected["kind"] = LaunchError, "kind 2"
+        if fault in expected:
+            with pytest.raises(expected[fault][0], match=expected[fault][1]):
+                script_packages._copy_array(real, None, *at, *kinds, 4)
+            assert not done
+        else:
+            assert script_packages._copy_array(real, None, *at, *kinds, 4) and len(done) == 1
+            length = 0 if fault else 2 * 32 + 3 * 8 + 4
+            assert script_packages.extent(at[1], 1, 4) == (source, length)
 
 
 @pytest.mark.parametrize("installed", [True, False])
