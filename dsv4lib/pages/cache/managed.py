@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsv4lib import backends
 from dsv4lib.cache import Group, Manager, PoolExhausted, Storage, Tables, Work, deepseek_v4, faults
 from dsv4lib.cache import accounting as accounts
 from dsv4lib.cache.request import Part, Step
@@ -75,7 +76,8 @@ class _Server:
     def __init__(self, backend: str, seed: int):
         groups = deepseek_v4(whole.listed().config, block=BLOCK, window_block=WINDOW_BLOCK, running=True)
         self.manager = Manager(groups, PAGES, host_pages=HOST)
-        self.storage, self.tables = Storage(self.manager), Tables(self.manager, 1, CHUNK, 512)
+        self.where = backends.device(backend)
+        self.storage, self.tables = Storage(self.manager, self.where), Tables(self.manager, 1, CHUNK, 512, self.where)
         self.storage.pages.fill_(0xA5)
         generator = torch.Generator().manual_seed(seed)
         self.bank = torch.randn(BANK, DIM, generator=generator).bfloat16()
@@ -161,7 +163,7 @@ class _Server:
                     index, data = self.storage.layer(g, layer)
                     pages = data[:, : kv_entry.LAYOUT.page_bytes(g.entries)]
                     slots = self.tables["slots.window"][index][: part.count].contiguous()
-                    quantize_kv_entries(made[part.start :], pages, g.entries, slots, self.backend)
+                    quantize_kv_entries(made[part.start :].to(self.where), pages, g.entries, slots, self.backend)
                     continue
                 first = max(part.start, part.end - g.rows) if g.kind == "ring" else part.start
                 ends = [p for p in range(first, part.end) if g.kind == "ring" or (p + 1) % g.rate == 0]
@@ -184,7 +186,7 @@ class _Server:
                     self.wrong += self._gathered_wrong(name, g, reads, made)
                     continue
                 data, at, size = self._cells(name, g, layer, reads)
-                found = torch.stack([data[page, byte : byte + size] for page, byte in at])
+                found = torch.stack([data[page, byte : byte + size] for page, byte in at]).cpu()
                 self.wrong += int((found != made.view(torch.uint8)[:, :size]).any(-1).sum())
 
     def _gathered_wrong(self, name: str, group: Group, reads: list[int], made: torch.Tensor) -> int:
@@ -192,7 +194,8 @@ class _Server:
         blocks = [self.manager.block(name, group, p).pages[index] for p in reads]
         rows = [page * group.entries + group.row(p) for page, p in zip(blocks, reads, strict=True)]
         pages = data[:, : kv_entry.LAYOUT.page_bytes(group.entries)]
-        found = kv_gather(pages, group.entries, torch.tensor(rows, dtype=torch.int32), backend=self.backend)
+        index = torch.tensor(rows, dtype=torch.int32, device=self.where)
+        found = kv_gather(pages, group.entries, index, backend=self.backend).cpu()
         want = kv_entry.fake_quantize(made)
         return int((found.view(torch.int16) != want.view(torch.int16)).any(-1).sum())
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from dsv4lib import emulator
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
-from dsv4lib.ops.common import compile_cache, launching
+from dsv4lib.ops.common import compile_cache, launching, plans
 from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.table import show_table
 
@@ -44,6 +44,9 @@ def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) 
             else None
         )
         stack.enter_context(expected())
+        if backend == "native":  # plans replay what they have seen, not what is injected
+            plans.forget()
+            stack.callback(plans.forget)
         for module, name, kernel in kernels:
             stack.enter_context(patch.object(module, name, kernel))
         call()

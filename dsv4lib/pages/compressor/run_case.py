@@ -16,6 +16,7 @@ import torch
 from dsv4lib import backends, emulator
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.formats import hadamard, indexer_key, kv_entry
+from dsv4lib.ops.common import plans
 from dsv4lib.ops.common.requests import plan
 from dsv4lib.ops.compressor import faults, op
 from dsv4lib.ops.compressor.kernel import Compressor
@@ -122,6 +123,9 @@ def run(
     weights = op.Weights(*(x.to(where) for x in tokens.weights))
     with ExitStack() as stack:
         gpu = stack.enter_context(emulator.device("sm_100a", checks="race")) if backend == "emulator" else None
+        if backend == "native":  # plans replay what they have seen, not what is injected
+            plans.forget()
+            stack.callback(plans.forget)
         stack.enter_context(patch.object(op, "Compressor", kernel))
         for count in pieces or (len(tokens.kv),):
             part = slice(first, first + count)

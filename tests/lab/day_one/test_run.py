@@ -79,8 +79,8 @@ def test_stages_are_those_of_the_gpu_s_set_whose_kernels_run_on_it() -> None:
     hopper, blackwell = (
         {s.name for s in plan.steps(arch) if s.name.startswith("stage.")} for arch in ("sm_90a", "sm_100a")
     )
-    assert {"stage.turbo4", "stage.compressor"} <= hopper and "stage.turbo4" not in blackwell
-    assert {"stage.fmha_a", "stage.compressor"} <= blackwell and "stage.fmha_a" not in hopper
+    assert {"stage.turbo4", "stage.indexer"} <= hopper and "stage.turbo4" not in blackwell
+    assert {"stage.fmha_a", "stage.indexer"} <= blackwell and "stage.fmha_a" not in hopper
     assert "stage.your_kernel" not in hopper | blackwell
 
 

@@ -8,6 +8,7 @@ from dsv4lib.config import FLASH, PRO, LayerKind
 from dsv4lib.ops.fmha import bench
 from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
 from dsv4lib.ops.fmha.sm90 import launch
+from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
 from dsv4lib.ops.fmha.sm90.prefill.kernel import PrefillFmha
 from dsv4lib.pages.fmha.run_case import bits
 from tests.ops.fmha.hopper import run
@@ -45,7 +46,7 @@ def test_a_chunk_of_the_model_in_a_cuda_graph(config, tokens, monkeypatch):
     for _ in range(20):
         graph.replay()
         assert torch.equal(out["o"], first)
-    monkeypatch.setattr(launch, "many", lambda *shape: False)
+    monkeypatch.setattr(launch, "PrefillFmha", DecodeFmha)
     pool = Fp8Pages(given["pages"], bench.PAGE)
     entries, window = (Selected(pool, given[x], given[y]) for x, y in (("index", "count"), ("window", "window_count")))
     fmha(given["q"], entries, window, sink=given["sink"], o=few["o"], splits=1, backend="native")  # a call of its own
