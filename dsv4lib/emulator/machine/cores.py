@@ -195,9 +195,6 @@ class Split:
             if workers and (scheduler.waiting != waiting - size or scheduler.at_once != 1):
                 self._drop("order")  # clusters of the workers have begun here
                 return
-            if workers and not machine.marks.current:
-                self._drop("memory")
-                return
             patience = _GRACE + _PATIENCE * (time.monotonic() - began)
             for worker in workers:
                 outcome = worker.outcome(patience)
