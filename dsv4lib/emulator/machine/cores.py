@@ -45,6 +45,7 @@ TRIED, WORTH, ROUND = 0.25, 0.5, 4.0
 _PATIENCE, _GRACE = 20.0, 30.0
 # Seconds that a process needs for each byte of global memory: pages to copy by the fork, marks to look through.
 _LOOK = 0.25 / (1 << 30)
+_SHADOWS = 4  # words that the race detector keeps for each one
 _STRONG = {"volatile", "mmio", "relaxed", "acquire", "release", "acq_rel"}
 _ORDERED = (calls.vprintf, calls.malloc, calls.free, read_clock)
 
@@ -167,7 +168,8 @@ class Split:
         nbytes = sum(allocation.nbytes for allocation in self.machine.gmem)
         if nbytes * _LOOK > each * size / 4:
             return 0
-        if nbytes * cores > available() / 2 or shares_memory(self.machine.gmem):
+        held = nbytes * (1 + _SHADOWS * self.machine.race.full)
+        if held * cores > available() / 2 or shares_memory(self.machine.gmem):
             self.possible = False
             return 0
         return size
