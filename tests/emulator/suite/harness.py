@@ -157,7 +157,10 @@ def _dependent(case: Case, repaired: bool, options: dict[str, Any]) -> list[Haza
 
 # What the fault of a kind may cause: words that are not written yet, or a stop, and what else is out of order then.
 CONSEQUENCES = {
-    "race_shared": {"uninitialised_smem", "mbarrier_phase_unordered", "missing_proxy_fence"},
+    "race_shared": {
+        "uninitialised_smem", "mbarrier_phase_unordered", "barrier_phase_mixed", "missing_proxy_fence",
+        "missing_warp_sync",
+    },
     "race_tensor": {"uninitialised_tmem"},
     "race_global": {"race_global_same_value"},
     "missing_bulk_wait": {"missing_proxy_fence"},
@@ -167,7 +170,7 @@ CONSEQUENCES = {
     "scope_between_devices": {"race_between_devices"},
     "mbarrier_tx_unexpected": {"uninitialised_smem", "race_shared"},
     "mbarrier_phase_lapped": {"Deadlock"},
-}
+}  # fmt: skip
 
 
 def caught(case: Case, outcome: Outcome) -> bool:
