@@ -223,7 +223,7 @@ InstructionLimit = Annotated[int | None, typer.Option(help="warp-instructions of
 MemoryLimit = Annotated[
     int | None, typer.Option(help="bytes that the device allocates by itself [default: this machine's memory]")
 ]
-Cores = Annotated[int | None, typer.Option(help="processes that run one launch [default: this machine's cores]")]
+Cores = Annotated[int | None, typer.Option(help="processes that run one launch [default: all usable cores]")]
 Described = Annotated[Path | None, typer.Option("--launch", help=".ptx, .cu: launch description [default: FILE.toml]")]
 Save = Annotated[Path | None, typer.Option(help=".ptx, .cu: write all tensors after the launches to this .npz file")]
 Form = Annotated[str, typer.Option("--format", help="of the report: text, json or sarif")]
@@ -306,10 +306,13 @@ def _run_target(
     command: str, target: str, given: list[str] | None, arch: str, settings: dict[str, Any], launch: Path | None,
     save: Path | None, form: str, output: Path | None, report: Path | None, describe: bool, replay: bool = False,
 ) -> None:  # fmt: skip
+    from dsv4lib.emulator.machine.limits import command_cores
     from dsv4lib.emulator.sanitize import command as sanitizer
 
     if describe:
         raise typer.Exit(sanitizer.describe(command, target, arch))
+    if settings["cores"] is None:
+        settings["cores"] = command_cores()
     wish = sanitizer.Wish(command, target, given or [], arch, settings, launch, save, form, output, report, replay)
     raise typer.Exit(sanitizer.run(wish))
 

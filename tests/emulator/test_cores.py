@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -15,7 +17,8 @@ from dsv4lib.emulator.checks.selection import select
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.machine import cores, message
 from dsv4lib.emulator.machine.request import Settings
-from dsv4lib.emulator.memory.marks import Touched
+from dsv4lib.emulator.memory.gmem import GlobalMemory
+from dsv4lib.emulator.memory.marks import Marks, Touched
 from dsv4lib.emulator.units import tensormap
 from tests.cases import cases
 from tests.emulator.launching import aligned, copy, entry, prepare
@@ -248,6 +251,17 @@ def test_memory_of_other_processes_is_not_tried_out():
     assert cores.shares_memory(machine.gmem) and not machine.split.rounds
 
 
+def test_memory_that_nobody_writes_is(tmp_path):
+    """A file mapped to be read, as weights are, is shared with every process that reads it."""
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with open(tmp_path / "file", "rb") as file:
+        memory = np.frombuffer(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+    machine = prepare(entry("u64 y", ""), memory.ctypes.data, grid=9, settings=Settings(cores=2))
+    machine.gmem.register(memory.ctypes.data, 4096, "file", writable=False, owner=memory)
+    machine.run()
+    assert not cores.shares_memory(machine.gmem) and machine.split.taken == 1
+
+
 @isa.service("testend.u32", note="instructions of the tests")
 def _end(warp, instr, form):
     """End the process, unless it is the one of the test."""
@@ -255,14 +269,167 @@ def _end(warp, instr, form):
         os._exit(0)
 
 
+@isa.service("testlate.u32", note="instructions of the tests")
+def _late(warp, instr, form):
+    """Wait for the end, unless in the process of the test."""
+    if os.getpid() != _TESTS:
+        time.sleep(60)
+
+
 _TESTS = os.getpid()
 
 
 def test_a_worker_that_ends_early():
     split, hazards = compare(_SQUARE + "testend.u32 1;")
-    assert split.dropped == 1 and not split.taken and not hazards
+    assert split.dropped == 1 and not split.taken and not hazards and split.reason == "ended"
+    assert "split in vain" not in split.machine.program.kept
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, 0)  # no process is left
+
+
+def test_a_worker_that_is_late(monkeypatch):
+    monkeypatch.setattr(cores, "_GRACE", 0.0)
+    monkeypatch.setattr(cores, "_PATIENCE", 0.0)
+    split, _ = compare(_SQUARE + "testlate.u32 1;")
+    assert (split.dropped, split.taken, split.reason) == (1, 0, "late")
+    assert "split in vain" not in split.machine.program.kept
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, 0)
+
+
+@pytest.mark.parametrize("end", ["", "testend.u32 1;"])
+def test_children_that_others_wait_for(end):
+    """Where SIGCHLD is ignored there is nothing to wait for: what a worker has sent tells."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        split, hazards = compare(_SQUARE + end)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert (split.taken, split.dropped, split.reason) == ((0, 1, "ended") if end else (2, 0, "")) and not hazards
+
+
+def test_all_workers_are_ended_first():
+    class Stuck(cores.Worker):
+        def stop(self):
+            done.append("stop")
+
+        def wait(self):
+            done.append("wait")
+
+    done = []
+    cores.stop([Stuck(1), Stuck(1)])
+    assert done == ["stop", "stop", "wait", "wait"]
+    gone = cores.Worker(1)
+    gone._read = os.open("/dev/null", os.O_RDONLY)
+    os.close(gone._read)
+    gone._process = 1 << 30  # no process has that number
+    cores.stop([gone])
+    assert (gone._read, gone._process) == (-1, 0)
+
+
+def test_signals_wait_for_the_fork(monkeypatch):
+    """A handler that raises right after the fork does not let the worker go on with what its parent does."""
+    fork = os.fork
+
+    def interrupted():
+        child = fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return child
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    read, write = os.pipe()
+    try:
+        split, _ = compare(_SQUARE)
+    finally:
+        if os.getpid() != _TESTS:
+            os.write(write, b"a worker went on with the test")
+            os._exit(1)
+        os.close(write)
+        signal.signal(signal.SIGUSR1, before)
+    assert os.read(read, 99) == b"" and split.reason == "ended"
+    os.close(read)
+
+
+def test_half_a_message_is_none():
+    raw = message.write([1, 2])
+    whole = len(raw).to_bytes(8, "little") + raw
+    for given in (b"", whole[:5], whole[:8], whole[:-1], whole + b"x"):
+        assert cores.Worker(1)._received(bytearray(given)) == "ended"
+    assert cores.Worker(1)._received(bytearray(whole)) == [1, 2]
+
+
+def test_clusters_that_begin_beside_one_that_only_computes():
+    """Those of workers begin here then, and nothing of them is taken over."""
+    turns = """mov.u32 %r20, 0; setp.ne.u32 %p4, %r1, 7; @%p4 bra ON;
+    L: add.u32 %r20, %r20, 1; setp.lt.u32 %p5, %r20, 60000; @%p5 bra L;
+    ON: setp.gt.u32 %p6, %r1, 7; @%p6 bra END; st.global.u32 [%rd5], %r20; END:"""
+    split, hazards = compare(turns)
+    assert (split.rounds, split.taken, split.reason, hazards) == (1, 0, "order", [])
+
+
+@isa.service("testallocate.u32", note="instructions of the tests")
+def _allocate(warp, instr, form):
+    """Register memory once, in the process of the test, while others run."""
+    machine = warp.cta.cluster.machine
+    if os.getpid() == _TESTS and _LATER and machine.marks is not None:
+        machine.gmem.register_array(_LATER.pop(), "registered meanwhile")
+
+
+_LATER = []
+_LOW = 0x40  # MAP_32BIT: below other memory, which then has other places in the table of allocations
+
+
+@pytest.mark.parametrize("checks", ["default", "race"])
+def test_allocations_that_change_during_a_round(checks):
+    """As when another thread allocates: marks would be those of another allocation."""
+    results = []
+    for processes in (1, 3):
+        _LATER[:] = [np.frombuffer(mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | _LOW), np.uint8)]
+        machine, outcome, y = run(_SQUARE + "testallocate.u32 1;", processes, checks=checks)
+        results.append((y.tobytes(), outcome.instructions, outcome.schedule_hash, outcome.hazards))
+    assert results[0] == results[1] and not _LATER
+    assert (machine.split.rounds, machine.split.taken, machine.split.reason) == (1, 0, "memory")
+
+
+def test_memory_that_does_not_fit_or_takes_too_long(monkeypatch):
+    for name, value in (("available", lambda: 20_000.0), ("_LOOK", 1.0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(cores, name, value)
+            assert not compare(_SQUARE)[0].rounds, name
+    assert cores.available() > 1e8
+
+
+def test_what_is_touched_costs_what_it_is_not_its_span():
+    """Words at both ends of a large allocation, with odd bytes around it."""
+    raw = np.zeros((1 << 24) + 8, np.uint8)
+    array = raw[-raw.ctypes.data % 4 + 1 :][: (1 << 24) + 1]
+    gmem = GlobalMemory()
+    gmem.register_array(array, "array")
+    start, end = array.ctypes.data, array.ctypes.data + array.nbytes
+    worker, other = Marks(gmem), Marks(gmem)
+    worker.ranges([start, start + 1000, end - 5], 5, True)
+    worker.ranges([start + 2000], 4, False)
+    array[:5] = array[1000:1005] = array[-5:] = [1, 2, 3, 4, 5]
+    (touched,) = worker.touched()
+    assert sum(a.nbytes for a in (touched.blocks, touched.read, touched.written, touched.words, touched.edges)) < 200
+    want = array.copy()
+    array[:] = 0
+    assert not other.conflicts(touched, True)
+    other.apply(touched)
+    assert np.array_equal(array, want) and len(other.touched()) == 1
+    assert np.array_equal(other.touched()[0].accessed(), touched.accessed())
+    for address, write, strict, conflict in (
+        (start + 2000, True, False, True), (start + 2000, False, True, False), (start + 1004, False, True, True),
+        (start + 1004, False, False, False), (start + 1012, True, True, False), (end - 1, True, False, True),
+    ):  # fmt: skip
+        earlier = Marks(gmem)
+        earlier.ranges([address], 1, write)
+        assert earlier.conflicts(touched, strict) == conflict, (address - start, write, strict)
 
 
 def test_without_room_for_another_process(monkeypatch):
@@ -345,7 +512,7 @@ def test_tensor_copies(chained):
 
 def test_messages_come_back_as_they_were():
     array = np.arange(6, dtype=np.uint16).reshape(2, 3)
-    touched = Touched(1, 2, 9, array[0].view(np.uint8), array[1].view(np.uint8), array.view(np.uint8)[0])
+    touched = Touched(1, array[0], *(a.view(np.uint8) for a in array), array[1], array.view(np.uint8)[0])
     value = [1 << 200, -1, None, True, "ü", (1, (2,)), {True: 1, False: -2, 3: {"a": []}}, Counter(b=0), [touched]]
     back = message.read(message.write(value), (Touched,))
     assert back[:-1] == value[:-1] and type(back[-2]) is Counter and list(back[6]) == list(value[6])

@@ -7,6 +7,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from dsv4lib import emulator
 from dsv4lib.emulator.driver import device
@@ -14,7 +15,9 @@ from dsv4lib.emulator.errors import LimitExceeded
 from dsv4lib.emulator.machine import limits, scheduler
 from dsv4lib.emulator.machine.limits import ClusterQueue
 from dsv4lib.emulator.machine.request import Settings
+from dsv4lib.emulator.sanitize import command
 from dsv4lib.errors import ArgumentError
+from dsv4lib.lab import cli
 from tests.emulator.launching import launch, prepare
 
 EMPTY = ".visible .entry k(.param .u64 a) { ret; }"
@@ -87,6 +90,20 @@ def test_the_environment_sets_and_arguments_win(monkeypatch):
             patch.setenv(limit.variable, wrong)
             with pytest.raises(ArgumentError, match=f"{limit.variable}='{wrong}' .*a positive number of"):
                 device.make()
+
+
+def test_only_commands_use_every_core(monkeypatch):
+    monkeypatch.delenv("DSV4_EMULATOR_CORES", raising=False)
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(7)))
+    assert device.make().settings.cores == Settings().cores == 1
+    asked = []
+    monkeypatch.setattr(command, "run", lambda wish: asked.append(wish.settings["cores"]) or 0)
+    for name in ("emulate", "sanitize"):
+        for options in ([], ["--cores", "3"]):
+            assert CliRunner().invoke(cli.app, [name, *options, "k.ptx"]).exit_code == 0
+    monkeypatch.setenv("DSV4_EMULATOR_CORES", "2")
+    assert CliRunner().invoke(cli.app, ["emulate", "k.ptx"]).exit_code == 0
+    assert asked == [7, 3, 7, 3, 2]
 
 
 def test_time_that_others_had_does_not_count(monkeypatch):

@@ -80,7 +80,7 @@ def learned(detector: Any, old: Before, touched: Sequence[Touched]) -> Learned |
     members = shared.members[old.members :]
     if len(far.words) != old.words or any(len(member.learned) > 1 for member in members):
         return None
-    words = {starts[one.index]: one.first + np.flatnonzero(one.marks()) for one in touched}
+    words = {starts[one.index]: one.accessed() for one in touched}
     shadows = {}
     for start, region in far.regions.items():
         if (waiting := old.waiting.get(start, 0)) > len(region.ranges):

@@ -296,9 +296,9 @@ def device(
         instruction_limit: warp-instructions of one launch, by default 10^10.
         time_limit: seconds of processor time of one launch, by default 1800; inf: none.
         memory_limit: bytes that the device allocates by itself (`Device.empty`), by default this machine's memory.
-        cores: processes that run one launch, at most, by default as many as this process may use cores. A launch is
-            split once it has taken a while and has clusters left; results and reports are those of one process
-            (machine/cores.py). Launches on several devices are not split.
+        cores: processes that run one launch, at most, by default 1. With more a launch is split once it has taken a
+            while and has clusters left; results and reports are those of one process (machine/cores.py). Launches on
+            several devices are not split. The commands `emulate` and `sanitize` use every core by default.
             Defaults come from DSV4_EMULATOR_INSTRUCTIONS, _SECONDS, _BYTES and _CORES where these are set.
 
     Raises:

@@ -11,7 +11,8 @@ learned is taken over too (checks/takeover.py), and a write of what earlier clus
 
 Not split: kernels whose code is made to communicate or to see an order (atomics, reductions and strong accesses in
 global memory, tensor maps changed on the device, cluster launch control, clocks, printf, malloc), cooperative launches,
-policies that mix clusters, traces, launches beside others.
+policies that mix clusters, traces, launches beside others, writable memory that other processes see, more memory than
+this machine could hold once for each process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +43,9 @@ from dsv4lib.emulator.memory.marks import Marks, Touched
 TRIED, WORTH, ROUND = 0.25, 0.5, 4.0
 # A worker is waited for so many times as long as the clusters that run here take, and some seconds.
 _PATIENCE, _GRACE = 20.0, 30.0
+# Seconds that a process needs for each byte of global memory: pages to copy by the fork, marks to look through.
+_LOOK = 0.25 / (1 << 30)
+_SHADOWS = 4  # words that the race detector keeps for each one
 _STRONG = {"volatile", "mmio", "relaxed", "acquire", "release", "acq_rel"}
 _ORDERED = (calls.vprintf, calls.malloc, calls.free, read_clock)
 
@@ -94,11 +100,21 @@ def shares_memory(gmem: GlobalMemory) -> bool:
     """Tell whether other processes would see what is written to an allocation: then it cannot be tried out."""
     try:
         with open("/proc/self/maps") as maps:
-            ranges = [line.split()[0].split("-") for line in maps if line.split()[1][3] == "s"]
+            fields = [line.split(maxsplit=2)[:2] for line in maps]
     except OSError:
         return True
+    ranges = [where.split("-") for where, rights in fields if rights[1] == "w" and rights[3] == "s"]
     shared = [(int(start, 16), int(end, 16)) for start, end in ranges]
     return any(start < a.end and a.start < end for a in gmem for start, end in shared)
+
+
+def available() -> float:
+    """Bytes of memory that this machine has left; 0 where that is not known."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0.0)
+    except OSError:
+        return 0.0
 
 
 class Split:
@@ -107,11 +123,15 @@ class Split:
     Attributes:
         possible: the launch may be split.
         rounds: how often it was; taken: outcomes of workers that were taken over; dropped: thrown away.
+        reason: why the latest was, else "". "conflict": with what clusters before it accessed; "reported": its clusters
+            did something that has to happen here; "late", "ended": its process; "limit": of instructions; "order":
+            clusters began beside each other here; "memory": allocations have changed meanwhile.
     """
 
     def __init__(self, machine: Any):
         self.machine = machine
         self.rounds = self.taken = self.dropped = 0
+        self.reason = ""
         self._done, self._spent = 0, 0.0
         self.possible = self._possible()
 
@@ -143,10 +163,16 @@ class Split:
         each = spent / self._done
         if not self.possible or spent < TRIED or waiting < 2 or each * waiting < WORTH or scheduler.at_once > 1:
             return 0
-        if shares_memory(self.machine.gmem):
+        cores = self.machine.settings.cores
+        size = max(1, min(math.ceil(waiting / cores), int(ROUND / max(each, 1e-6))))
+        nbytes = sum(allocation.nbytes for allocation in self.machine.gmem)
+        if nbytes * _LOOK > each * size / 4:
+            return 0
+        held = nbytes * (1 + _SHADOWS * self.machine.race.full)
+        if held * cores > available() / 2 or shares_memory(self.machine.gmem):
             self.possible = False
             return 0
-        return max(1, min(math.ceil(waiting / self.machine.settings.cores), int(ROUND / max(each, 1e-6))))
+        return size
 
     def _round(self, size: int) -> None:
         """Run ``size`` clusters here and as many in each worker; take over what can be."""
@@ -154,41 +180,54 @@ class Split:
         self.rounds += 1
         machine.marks = Marks(machine.gmem)
         old = takeover.before(machine.race) if machine.race.full else None
-        workers, began = [], time.monotonic()
+        workers: list[Worker] = []
+        began = time.monotonic()
         self._done, self._spent = 0, scheduler.seconds
         try:
             for first in range(size, min(waiting, size * machine.settings.cores), size):
+                workers.append(Worker(min(size, waiting - first)))
                 try:
-                    workers.append(Worker(machine, first, min(size, waiting - first), old))
+                    workers[-1].start(machine, first, old)
                 except OSError:  # no room for another process
+                    workers.pop().stop()
                     self.possible = False
                     break
             machine.advance(lambda: scheduler.waiting <= waiting - size)
             self._done, spent = size, scheduler.seconds - self._spent  # what a cluster costs now
+            if workers and (scheduler.waiting != waiting - size or scheduler.at_once != 1):
+                self._drop("order")  # clusters of the workers have begun here
+                return
             patience = _GRACE + _PATIENCE * (time.monotonic() - began)
             for worker in workers:
                 outcome = worker.outcome(patience)
-                if outcome is None or not self._take(outcome, worker.clusters, old):
-                    self.possible = False
-                    machine.program.kept["split in vain"] = True
-                    self.dropped += 1
+                reason = outcome if isinstance(outcome, str) else self._take(outcome, worker.clusters, old)
+                if reason:
+                    self._drop(reason)
                     break
                 self.taken += 1
             self._spent = scheduler.seconds - spent
         finally:
-            for worker in workers:
-                worker.end()
             machine.marks = None
+            stop(workers)
 
-    def _take(self, outcome: Outcome, clusters: int, old: takeover.Before | None) -> bool:
-        """Go on as if the worker's clusters had run here. False if that is not so."""
+    def _drop(self, reason: str) -> None:
+        """Throw an outcome away, and split this launch no more; nor this kernel, if that is how it works."""
+        self.possible, self.reason = False, reason
+        self.dropped += 1
+        if reason in ("conflict", "reported"):
+            self.machine.program.kept["split in vain"] = True
+
+    def _take(self, outcome: Outcome, clusters: int, old: takeover.Before | None) -> str:
+        """Go on as if the worker's clusters had run here. Else the reason why not."""
         machine, marks = self.machine, self.machine.marks
         if machine.time + outcome.time > machine.settings.instruction_limit:
-            return False
+            return "limit"
+        if not marks.current:
+            return "memory"
         if any(marks.conflicts(touched, old is not None) for touched in outcome.touched):
-            return False
+            return "conflict"
         if old is not None and not takeover.fits(machine.race, old, outcome.learned):
-            return False
+            return "conflict"
         for touched in outcome.touched:
             marks.apply(touched)
         if old is not None:
@@ -199,73 +238,104 @@ class Split:
         machine.stats.update(outcome.stats)
         machine.units.absorb(outcome.issued, outcome.reordered)
         machine.scheduler.absorb(clusters, outcome.folds, outcome.seconds)
-        return True
+        return ""
 
 
 class Worker:
-    """A forked process that runs some of the clusters that wait.
+    """A forked process that runs some of the clusters that wait; ``clusters``: how many."""
 
-    Args:
-        machine: as it is when nothing runs.
-        first: how many of the clusters that wait come before its own; clusters: how many it runs.
-        old: what the race detector knows, if there is one.
-
-    Raises:
-        OSError: there is no room for another process.
-    """
-
-    def __init__(self, machine: Any, first: int, clusters: int, old: takeover.Before | None):
+    def __init__(self, clusters: int):
         self.clusters = clusters
-        self._read, write = os.pipe()
-        self._process, parent = 0, os.getpid()
-        try:
-            with warnings.catch_warnings():  # about threads: the child uses nothing that theirs might hold
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._process = os.fork()
-        except OSError:
-            self.end()
-            raise
-        finally:
-            if os.getpid() == parent:
-                os.close(write)
-        if self._process:
-            return
-        status = 1
-        try:
-            _die_with(parent)
-            gc.freeze()  # a collection would copy every page
-            outcome = _run(machine, first, clusters, old)
-            if outcome is not None:
-                with os.fdopen(write, "wb") as pipe:
-                    pipe.write(message.write(outcome))
-                status = 0
-        except BaseException:  # what stopped it is found again, and reported, by the parent
-            pass
-        finally:
-            os._exit(status)
+        self._read, self._process = -1, 0
 
-    def outcome(self, seconds: float) -> Outcome | None:
-        """Wait for the end of the worker; None if its clusters have to run again. ``seconds``: waited at most."""
+    def start(self, machine: Any, first: int, old: takeover.Before | None) -> None:
+        """Fork.
+
+        Args:
+            machine: as it is when nothing runs.
+            first: how many of the clusters that wait come before the worker's.
+            old: what the race detector knows, if there is one.
+
+        Raises:
+            OSError: there is no room for another process.
+        """
+        self._read, write = os.pipe()
+        parent, status = os.getpid(), 1
+        with warnings.catch_warnings():  # about threads: the child uses nothing that theirs might hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                self._process = os.fork()
+                if not self._process:
+                    try:  # whatever happens, the child does not go on with what its parent does
+                        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+                        _die_with(parent)
+                        gc.freeze()  # a collection would copy every page
+                        _send(write, message.write(_run(machine, first, self.clusters, old)))
+                        status = 0
+                    except BaseException:  # what stopped it is found again, and reported, by the parent
+                        pass
+                    finally:
+                        os._exit(status)
+            finally:
+                os.close(write)
+                signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    def outcome(self, seconds: float) -> Outcome | str:
+        """Wait ``seconds`` at most for the end of the worker. A reason, if its clusters have to run again."""
         raw, end = bytearray(), time.monotonic() + seconds
         ready = select.poll()
         ready.register(self._read, select.POLLIN)
         while ready.poll(1000 * max(0.0, end - time.monotonic())):
             piece = os.read(self._read, 1 << 20)
             if not piece:
-                _, status = os.waitpid(self._process, 0)
-                self._process = 0
-                return message.read(raw, _KINDS) if status == 0 and raw else None
+                return self._received(raw)
             raw += piece
-        return None
+        return "late"
 
-    def end(self) -> None:
-        """Stop the worker if it still runs."""
-        if self._read >= 0:
-            os.close(self._read)
+    def _received(self, raw: bytearray) -> Outcome | str:
+        """Read what the worker sent before it ended."""
+        status = 0
+        with suppress(ChildProcessError):  # this process lets others wait for its children: the message tells
+            _, status = os.waitpid(self._process, 0)
+        self._process = 0
+        if status or len(raw) < _SIZE or len(raw) != _SIZE + int.from_bytes(raw[:_SIZE], "little"):
+            return "ended"
+        found = message.read(memoryview(raw)[_SIZE:], _KINDS)
+        return "reported" if found is None else found
+
+    def stop(self) -> None:
+        """End the process, if it still runs."""
+        read, self._read = self._read, -1
+        if read >= 0:
+            with suppress(OSError):
+                os.close(read)
         if self._process:
-            os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
-        self._read, self._process = -1, 0
+            with suppress(OSError):
+                os.kill(self._process, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until the process has ended."""
+        process, self._process = self._process, 0
+        if process:
+            with suppress(OSError):
+                os.waitpid(process, 0)
+
+
+def stop(workers: Sequence[Worker]) -> None:
+    """End all workers, then wait for them."""
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.wait()
+
+
+_SIZE = 8  # bytes before a message: its length
+
+
+def _send(write: int, raw: bytes) -> None:
+    with os.fdopen(write, "wb") as pipe:
+        pipe.write(len(raw).to_bytes(_SIZE, "little") + raw)
 
 
 def _die_with(parent: int) -> None:

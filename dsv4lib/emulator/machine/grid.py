@@ -95,8 +95,9 @@ class GridBuilder:
         local_bytes = abi.aligned(program.local_bytes, 16)
         local = aligned_zeros(max(local_bytes * abi.LANES * n, 1), 64)
         contexts = aligned_zeros(abi.CONTEXT.itemsize * n, 64).view(abi.CONTEXT)
-        self._common_context(contexts, cta)
-        cta.storage = (files, local, contexts, m.gmem.native_table)  # native code has their addresses
+        table = m.gmem.native_table
+        self._common_context(contexts, cta, table)
+        cta.storage = (files, local, contexts, table)  # native code has their addresses
         index = np.arange(n, dtype=np.uint64)
         contexts["regs"] = np.uint64(files.ctypes.data) + index * np.uint64(size)
         contexts["local"] = np.uint64(local.ctypes.data) + index * np.uint64(local_bytes * abi.LANES)
@@ -109,8 +110,8 @@ class GridBuilder:
         self._fill(cta, files)
         m.stats["warps"] += n
 
-    def _common_context(self, contexts: np.ndarray, cta: Cta) -> None:
-        """Fields that all warps of a CTA share."""
+    def _common_context(self, contexts: np.ndarray, cta: Cta, table: np.ndarray) -> None:
+        """Fields that all warps of a CTA share. ``table``: of the allocations."""
         m = self.machine
         for rank, other in enumerate(cta.cluster.ctas):
             contexts["smem"][:, rank] = other.smem.data.ctypes.data
@@ -118,9 +119,10 @@ class GridBuilder:
             contexts["smem_dirty"][:, rank] = other.smem.dirty.ctypes.data
         contexts["smem_bytes"], contexts["rank"] = m.smem_bytes, cta.rank
         contexts["param"], contexts["param_bytes"] = m.param_address, m.param_bytes
-        contexts["alloc"], contexts["alloc_count"] = m.gmem.native_table.ctypes.data, len(m.gmem)
-        contexts["checks"] = m.settings.native_checks | (0 if m.marks is None else abi.CHECK_MARK)
-        contexts["marks"] = 0 if m.marks is None else m.marks.address
+        contexts["alloc"], contexts["alloc_count"] = table.ctypes.data, len(table)
+        marks = m.marks if m.marks is not None and m.marks.fit(table) else None
+        contexts["checks"] = m.settings.native_checks | (0 if marks is None else abi.CHECK_MARK)
+        contexts["marks"] = 0 if marks is None else marks.address
         reported = m.settings.native_checks and "global_read_past_end" not in m.settings.muted
         contexts["padding"] = m.settings.padding if reported else 0  # never pass over in silence
         contexts["race"] = 0 if m.race is None else m.race.address

@@ -64,13 +64,16 @@ BYTES = Limit(
     "bytes",
 )
 
-CORES = Limit(
-    "cores",
-    "--cores",
-    "DSV4_EMULATOR_CORES",
-    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-    "processes",
-)
+CORES = Limit("cores", "--cores", "DSV4_EMULATOR_CORES", 1, "processes")
+
+
+def command_cores() -> int:
+    """Take the processes of a launch of a command: the variable, else every core that this process may use.
+
+    A command has its machine to itself; a test, a notebook or a program may run beside others, so there it is 1.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return int(CORES.value()) if os.environ.get(CORES.variable) else usable
 
 
 class ClusterQueue:

@@ -1,7 +1,8 @@
 """Mark which words of global memory are accessed, so that clusters in several processes can be kept apart.
 
 One byte for each 4-byte word of every allocation: READ, WRITTEN or both. Native code sets them for loads and stores
-(``native/access_log.py``), asynchronous units through `Marks.ranges`. A mark may say too much, never too little.
+(``native/access_log.py``), asynchronous units through `Marks.ranges`. A mark may say too much, never too little. While
+marks are set, allocations must stay as they are: `Marks.current`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 
 READ, WRITTEN = 1, 2
+BLOCK = 64  # words: what is accessed is listed by blocks, so that it costs what it is, not the span that it lies in
 
 
 @dataclass(frozen=True)
@@ -21,22 +23,33 @@ class Touched:
     """What has been accessed of one allocation.
 
     Attributes:
-        index: of the allocation, by address; first: word of it at which the marks begin.
-        read, written: packed bits, one a word; count: of words.
-        data: the bytes of the written words, those outside of the allocation left out.
+        index: of the allocation, by address; blocks: of `BLOCK` words each, those with an access.
+        read, written: packed bits, one a word of these blocks.
+        words: the written words that are all inside the allocation; edges: of the others the bytes that are.
     """
 
     index: int
-    first: int
-    count: int
+    blocks: np.ndarray
     read: np.ndarray
     written: np.ndarray
-    data: np.ndarray
+    words: np.ndarray
+    edges: np.ndarray
 
     def marks(self) -> np.ndarray:
-        """Unpack the marks, uint8[count]."""
-        read, written = (np.unpackbits(bits, count=self.count) for bits in (self.read, self.written))
-        return read * np.uint8(READ) + written * np.uint8(WRITTEN)
+        """Unpack the marks, uint8[blocks, BLOCK]."""
+        shape = len(self.blocks), BLOCK
+        read, written = (np.unpackbits(bits, count=shape[0] * shape[1]) for bits in (self.read, self.written))
+        return (read * np.uint8(READ) + written * np.uint8(WRITTEN)).reshape(shape)
+
+    def accessed(self) -> np.ndarray:
+        """Number the words that are accessed, from the start of the allocation."""
+        return _numbers(self.blocks, self.marks() != 0)
+
+
+def _numbers(blocks: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Number chosen words, bool[blocks, BLOCK], from the start of their allocation."""
+    row, column = np.nonzero(chosen)
+    return blocks[row] * BLOCK + column
 
 
 class Marks:
@@ -48,41 +61,52 @@ class Marks:
     """
 
     def __init__(self, gmem: GlobalMemory):
-        self._gmem = gmem
+        self._gmem, self._version = gmem, gmem.version
+        self._native = gmem.native_table
         self._allocations = list(gmem)
         self._starts = np.array([a.start for a in self._allocations], np.int64)
-        self._flags = [np.zeros((a.end + 3 >> 2) - (a.start >> 2), np.uint8) for a in self._allocations]
+        counts = [(a.end + 3 >> 2) - (a.start >> 2) for a in self._allocations]
+        self._flags = [np.zeros(-(-count // BLOCK) * BLOCK, np.uint8) for count in counts]
         bases = [f.ctypes.data - (a.start >> 2) for f, a in zip(self._flags, self._allocations, strict=True)]
         self._table = np.array(bases, np.int64)
         self.address = self._table.ctypes.data
 
+    @property
+    def current(self) -> bool:
+        """Tell whether the allocations are still those that have marks."""
+        return self._gmem.version == self._version
+
+    def fit(self, table: np.ndarray) -> bool:
+        """Tell whether native code that finds allocations by a table may set marks."""
+        return table is self._native and self.current
+
     def ranges(self, starts: Any, nbytes: int, write: bool) -> None:
-        """Mark ``nbytes`` at each address. What lies outside of the first address's allocation is looked up again."""
+        """Mark ``nbytes`` at each address, as far as the allocation goes in which it lies."""
         starts = np.asarray(starts).astype(np.int64).reshape(-1)
         if not len(starts) or nbytes <= 0:
             return
         index = np.searchsorted(self._starts, starts, side="right") - 1
         for i in np.unique(index[index >= 0]).tolist():
             flags, base = self._flags[i], self._allocations[i].start >> 2
+            count = (self._allocations[i].end + 3 >> 2) - base
             mine = starts[index == i]
             first, last = (mine >> 2) - base, (mine + nbytes + 3 >> 2) - base
             words = first[:, None] + np.arange(int((last - first).max()))
-            words = np.minimum(np.minimum(words, last[:, None] - 1), len(flags) - 1)
+            words = np.minimum(np.minimum(words, last[:, None] - 1), count - 1)
             flags[words] |= np.uint8(WRITTEN if write else READ)
 
     def touched(self) -> list[Touched]:
         """List what has been accessed, with what was written."""
         found = []
         for i, flags in enumerate(self._flags):
-            if flags.any():
-                first = int((flags != 0).argmax())
-                count = len(flags) - first - int((flags[::-1] != 0).argmax())
-                marks = flags[first : first + count]
+            rows = flags.reshape(-1, BLOCK)
+            blocks = np.flatnonzero(flags.view(np.uint64).reshape(len(rows), -1).any(1))
+            if len(blocks):
+                marks = rows[blocks]
                 written = marks & WRITTEN != 0
-                data = self._bytes(i, first, written)
-                found.append(
-                    Touched(i, first, count, np.packbits(marks & READ), np.packbits(written), data[0][data[1]])
-                )
+                inside, edges = self._places(i, _numbers(blocks, written))
+                words, memory = self._words(i)[inside], self._memory(i)[edges]
+                found.append(Touched(i, blocks, np.packbits(marks & READ), np.packbits(written), words, memory))
         return found
 
     def conflicts(self, other: Touched, strict: bool) -> bool:
@@ -92,7 +116,7 @@ class Marks:
             other: what is accessed later.
             strict: it is also a conflict to write what was read here.
         """
-        mine, theirs = self._flags[other.index][other.first : other.first + other.count], other.marks()
+        mine, theirs = self._flags[other.index].reshape(-1, BLOCK)[other.blocks], other.marks()
         if ((mine & WRITTEN != 0) & (theirs != 0)).any():
             return True
         return strict and bool(((mine & READ != 0) & (theirs & WRITTEN != 0)).any())
@@ -100,13 +124,27 @@ class Marks:
     def apply(self, other: Touched) -> None:
         """Take over what was accessed later: marks, and the data that was written."""
         marks = other.marks()
-        view, chosen = self._bytes(other.index, other.first, marks & WRITTEN != 0)
-        view[chosen] = other.data
-        self._flags[other.index][other.first : other.first + other.count] |= marks
+        inside, edges = self._places(other.index, _numbers(other.blocks, marks & WRITTEN != 0))
+        self._words(other.index)[inside] = other.words
+        self._memory(other.index)[edges] = other.edges
+        self._flags[other.index].reshape(-1, BLOCK)[other.blocks] |= marks
 
-    def _bytes(self, index: int, first: int, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Memory of an allocation from a word on, and which of its bytes belong to chosen words."""
+    def _memory(self, index: int) -> np.ndarray:
+        """All bytes of an allocation."""
         allocation = self._allocations[index]
-        begin = 4 * ((allocation.start >> 2) + first)
-        low, high = max(begin, allocation.start), min(begin + 4 * len(words), allocation.end)
-        return self._gmem.view(low, high - low), np.repeat(words, 4)[low - begin : high - begin]
+        return self._gmem.view(allocation.start, allocation.nbytes)
+
+    def _words(self, index: int) -> np.ndarray:
+        """The words that are all inside an allocation."""
+        skipped = -self._allocations[index].start % 4
+        memory = self._memory(index)[skipped:]
+        return memory[: len(memory) // 4 * 4].view(np.uint32)
+
+    def _places(self, index: int, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find words by number: those all inside the allocation in `_words`, the bytes of the others in `_memory`."""
+        allocation = self._allocations[index]
+        first = words * 4 - allocation.start % 4  # byte of the allocation
+        inside = (first >= 0) & (first + 4 <= allocation.nbytes)
+        edges = (first[~inside, None] + np.arange(4)).reshape(-1)
+        edges = edges[(edges >= 0) & (edges < allocation.nbytes)]
+        return words[inside] - (allocation.start % 4 > 0), edges

@@ -9,7 +9,7 @@ use wait for its register. So an early use is no error, but a load with one must
 `eager_loads` are completed at issue, which is one of their legal times.
 
 A forward data-flow analysis over the control-flow graph: the state at an instruction is the set of loads that may still
-be pending, as bits of an integer.
+be pending, and those that the value of a packed register may wait for, as bits of an integer.
 """
 
 from __future__ import annotations
@@ -118,43 +118,89 @@ def packed(instr: Instr) -> Vector | None:
 def early_uses(kernel: Kernel, through_packs: bool = False) -> list[EarlyUse]:
     """Find every use of a register that may still be pending, by instruction.
 
-    ``through_packs``: a `packed` register is pending as its parts are, and packing them is no use.
+    ``through_packs``: packing registers (`packed`) is no use of them. What is packed while a part is pending is
+    pending, too, until a wait or another write of it.
     """
     loads = [instr.index for instr in kernel.instructions if instr.opcode.startswith(LOAD)]
     if not loads:
         return []
-    bit = {index: 1 << i for i, index in enumerate(loads)}
-    writers: dict[int, int] = {}  # register -> the loads that fill it
-    for index in loads:
-        for register in registers_of(kernel.instructions[index].operands[0]):
-            writers[register] = writers.get(register, 0) | bit[index]
-    packs = {i.index: parts for i in kernel.instructions if (parts := packed(i))} if through_packs else {}
-    for index, parts in packs.items():
-        for register in registers_of(parts):
-            whole = kernel.instructions[index].operands[0].index
-            writers[whole] = writers.get(whole, 0) | writers.get(register, 0)
+    flow = _Flow(kernel, loads, through_packs)
     graph = blocks(kernel)
-    entry = _solve(kernel, graph, bit)
+    entry = _solve(kernel, graph, flow)
     found = []
     for (start, end, _), state in zip(graph, entry, strict=True):
         for instr in kernel.instructions[start:end]:
-            if state and instr.index not in packs:
+            if state and instr.index not in flow.packs:
                 for register in dict.fromkeys(_touched(instr)):
-                    early = state & writers.get(register, 0)
-                    found += [EarlyUse(load, instr.index, register) for load in loads if early & bit[load]]
-            state = _after(instr, state, bit)
+                    early = flow.pending(register, state, instr)
+                    found += [EarlyUse(load, instr.index, register) for load in loads if early & flow.bit[load]]
+            state = flow.after(instr, state)
     return found
 
 
-def _after(instr: Instr, state: int, bit: dict[int, int]) -> int:
-    """Loads that may be pending after an instruction. A wait under a guard may not happen."""
-    if instr.opcode.startswith(WAIT) and instr.guard is None:
-        return 0
-    return state | bit.get(instr.index, 0)
+class _Flow:
+    """How instructions change the state: bits of the loads that may be pending, then as many for each packed register.
+
+    Attributes:
+        bit: of each load. packs: the parts that an instruction packs, if that is followed.
+    """
+
+    def __init__(self, kernel: Kernel, loads: list[int], through_packs: bool):
+        self.bit = {index: 1 << i for i, index in enumerate(loads)}
+        self.packs = {i.index: parts for i in kernel.instructions if (parts := packed(i))} if through_packs else {}
+        self._all = (1 << len(loads)) - 1
+        self._fillers: dict[int, int] = {}  # register -> the loads that fill it
+        for index in loads:
+            for register in registers_of(kernel.instructions[index].operands[0]):
+                self._fillers[register] = self._fillers.get(register, 0) | self.bit[index]
+        wholes = dict.fromkeys(kernel.instructions[index].operands[0].index for index in self.packs)
+        self._field = {whole: len(loads) * (i + 1) for i, whole in enumerate(wholes)}  # first bit
+
+    def pending(self, register: int, state: int, user: Instr | None = None) -> int:
+        """Loads that a register may wait for. ``user``: none of what was packed where that only writes it."""
+        found = state & self._fillers.get(register, 0)
+        if register in self._field and (user is None or register not in _only_written(user)):
+            found |= state >> self._field[register] & self._all
+        return found
+
+    def after(self, instr: Instr, state: int) -> int:
+        """The state after an instruction. What stands under a guard may not happen."""
+        if instr.opcode.startswith(WAIT) and instr.guard is None:
+            return 0
+        state |= self.bit.get(instr.index, 0)
+        if not state or not self._field:
+            return state
+        parts, new = self.packs.get(instr.index), 0
+        written = _only_written(instr) if parts is None else (instr.operands[0].index,)
+        for register in () if parts is None else registers_of(parts):
+            new |= self.pending(register, state)
+        for register in written:
+            if register in self._field:
+                field = self._field[register]
+                if instr.guard is None:
+                    state &= ~(self._all << field)
+                state |= new << field
+        return state
 
 
-def _solve(kernel: Kernel, graph: list[BasicBlock], bit: dict[int, int]) -> list[int]:
-    """Loads that may be pending at the entry of each block."""
+_FIRST_IS_READ = ("bar", "barrier", "brx", "call", "nanosleep", "setmaxnreg", "stackrestore", "wgmma")
+
+
+def _only_written(instr: Instr) -> frozenset[int]:
+    """Registers of the first operand that an instruction sets without reading them."""
+    first = instr.operands[0] if instr.operands else None
+    if not isinstance(first, Reg | Vector | Pair) or instr.opcode.partition(".")[0] in _FIRST_IS_READ:
+        return frozenset()
+    if instr.opcode.startswith("tcgen05.") and not instr.opcode.startswith(LOAD):
+        return frozenset()
+    read = set() if instr.guard is None else {instr.guard.index}
+    for operand in instr.operands[1:]:
+        read.update(registers_of(operand))
+    return frozenset(registers_of(first)) - read
+
+
+def _solve(kernel: Kernel, graph: list[BasicBlock], flow: _Flow) -> list[int]:
+    """Find the state at the entry of each block."""
     entry = [0] * len(graph)
     work = list(range(len(graph)))
     while work:
@@ -162,7 +208,7 @@ def _solve(kernel: Kernel, graph: list[BasicBlock], bit: dict[int, int]) -> list
         start, end, after = graph[i]
         state = entry[i]
         for instr in kernel.instructions[start:end]:
-            state = _after(instr, state, bit)
+            state = flow.after(instr, state)
         for j in after:
             if state | entry[j] != entry[j]:
                 entry[j] |= state

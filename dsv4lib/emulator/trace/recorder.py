@@ -60,6 +60,7 @@ class Recorder:
         self._tensors: dict[Any, int] = {}
         self._tables: dict[str, list[tuple]] = {name: [] for name in _TABLES}
         self._stretch: dict[int, tuple[Any, ...]] = {}  # by agent: start of the running stretch
+        self._lost: dict[int, str] = {}  # by agent: state of the running stretch, if there was no more room for it
         self._dirty: dict[int, np.ndarray] = {}  # by CTA: unfenced writers at the last look
         self._stands: dict[int, int] = {}  # by agent: PTX line of the latest mark
 
@@ -163,8 +164,12 @@ class Recorder:
         return self._origin(warp, warp.program.instruction(warp.words[PC]) if not warp.exited else None)
 
     def _begin_stretch(self, warp: Warp, state: str, reason: str, barrier: int) -> None:
+        if self._lost.get(warp.agent) == state:  # it goes on
+            return
         if self._has_room():
             self._stretch[warp.agent] = (*self._place(warp), state, reason, barrier, self._now())
+        else:
+            self._lost[warp.agent] = state
 
     def _end_stretch(self, warp: Warp) -> None:
         known = self._stretch.pop(warp.agent, None)

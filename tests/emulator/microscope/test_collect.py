@@ -1,11 +1,13 @@
 """Which launches a page keeps, and how they are counted."""
 
 import numpy as np
+import pytest
 
 from dsv4lib.emulator import gpu
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.microscope import collect
 from dsv4lib.emulator.microscope.collect import Collector
+from dsv4lib.emulator.trace.recorder import _TABLES
 from tests.emulator.gpu.test_gpu import SCALE
 
 
@@ -35,9 +37,9 @@ L: bar.sync 0; add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 50; @%p2 bra L;
 """
 
 
-def traced(most, monkeypatch):
+def traced(most, monkeypatch, text=MANY):
     monkeypatch.setattr(collect, "MAX_BYTES", most)
-    module = gpu.load(MANY, checks="race")
+    module = gpu.load(text, checks="race")
     collector = Collector(module.device)
     module.kernel("many").launch(1, 64, [np.zeros(8, np.int32)])
     (stream,) = collector.streams()
@@ -61,3 +63,11 @@ def test_a_recording_without_room_ends_without_holes_and_says_so(monkeypatch):
     assert len(part.trace.hazards) == len(whole.trace.hazards)
     rows = sum(len(getattr(part.trace, table)) for table in ("named", "marks", "states", "steps"))
     assert rows * 300 <= 20_000
+
+
+@pytest.mark.parametrize("text", [MANY, MANY.replace("bar.sync 0;", "").replace("50", "20000")])
+def test_what_there_is_no_room_for_is_counted_once(text, monkeypatch):
+    """A warp that runs on, slice after slice, is one record."""
+    (whole, _), (part, cut) = traced(1 << 24, monkeypatch, text), traced(300, monkeypatch, text)
+    kept, full = (sum(len(getattr(t, name)) for name in (*_TABLES, "ops")) for t in (part.trace, whole.trace))
+    assert cut["dropped"] == full - kept > 0

@@ -41,6 +41,35 @@ def test_early_uses(body, expected):
     assert uses(body) == expected
 
 
+PACK = "mov.b64 %rd1, {%r1, %r2};"
+USE = "add.u64 %rd2, %rd2, %rd1;"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (f"{LOAD} {PACK} {WAIT} {USE}", []),
+        (f"{LOAD} {PACK} {USE} {WAIT}", [(0, 2, "%rd1")]),
+        (f"{LOAD} {WAIT} {PACK} {LOAD} {USE} {WAIT}", []),  # what was packed is not of the second load
+        (f"mov.b64 %rd1, {{%r11, %r12}}; L: {LOAD} {USE} {WAIT} {PACK} @%p1 bra L;", []),  # pipelined
+        (f"mov.b64 %rd1, {{%r11, %r12}}; L: {LOAD} {USE} {PACK} {WAIT} @%p1 bra L;", []),
+        (f"{PACK} L: {USE} {LOAD} {PACK} @%p1 bra L; {WAIT}", [(2, 1, "%rd1"), (2, 2, "%r1"), (2, 2, "%r2")]),
+        (f"{LOAD} {PACK} mov.b64 %rd1, 0; {USE} {WAIT}", []),  # another value
+        (f"{LOAD} {PACK} @%p1 mov.b64 %rd1, 0; {USE} {WAIT}", [(0, 3, "%rd1")]),  # perhaps
+        (f"{LOAD} {PACK} mov.b64 %rd1, {{%r11, %r12}}; {USE} {WAIT}", []),
+        (f"{LOAD} {PACK} @%p1 mov.b64 %rd1, {{%r11, %r12}}; {USE} {WAIT}", [(0, 3, "%rd1")]),
+        (f"{LOAD} {PACK} @%p1 bra B; mov.b64 %rd1, 0; B: {USE} {WAIT}", [(0, 4, "%rd1")]),
+        (f"{LOAD} {PACK} mov.b128 %q1, {{%rd1, %rd3}}; mov.b128 {{%rd4, %rd5}}, %q1; {WAIT}", [(0, 3, "%q1")]),
+        (f"{LOAD} {PACK} add.u64 %rd1, %rd1, 1; {WAIT}", [(0, 2, "%rd1")]),
+        (f"{LOAD} {PACK} st.shared.b64 [%r9], %rd1; {WAIT}", [(0, 2, "%rd1")]),
+        (f"{LOAD} {PACK} @%p1 {WAIT} {USE} {WAIT}", [(0, 3, "%rd1")]),
+    ],
+)
+def test_packed_registers(body, expected):
+    k = kernel(".reg .b64 %rd<9>; .reg .b128 %q<3>;" + body)
+    assert [(u.load, u.use, k.registers[u.register].name) for u in early_uses(k, through_packs=True)] == expected
+
+
 def test_without_loads_there_is_nothing_to_do():
     assert early_uses(kernel("mov.b32 %r1, 0; ret;")) == []
 

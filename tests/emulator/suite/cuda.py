@@ -177,10 +177,11 @@ def _devices(case: Case, text: str, arch: str, options: dict[str, Any]) -> list[
 
 
 def in_place(case: Case, outcome: Outcome, file: str = "") -> bool:
-    """Tell whether a report of the fault names marked lines of the source and no others."""
+    """Tell whether reports of the fault, or the error of its name, are at marked lines of the source and no others."""
     file, names = file or f"{case.file}.cu", set(case.kind.split("|"))
     if outcome.error is not None and type(outcome.error).__name__ in names:
-        return bool({int(n) for n in re.findall(rf"{re.escape(file)}:(\d+)", str(outcome.error))} & case.marked)
+        lines = {int(n) for n in re.findall(rf"{re.escape(file)}:(\d+)", str(outcome.error))}
+        return bool(lines) and lines <= case.marked
     places = [hazard.place for hazard in outcome.hazards if hazard.kind in names]
     where = [place.python.rpartition(":") if place else ("", "", "0") for place in places]
     return bool(where) and all(Path(path).name == file and int(line) in case.marked for path, _, line in where)

@@ -155,18 +155,42 @@ def _dependent(case: Case, repaired: bool, options: dict[str, Any]) -> list[Haza
     return first + gpu.launch(_request(case.text(repaired, True), (data,), case, dependent=True), 0).hazards
 
 
+# What the fault of a kind may cause: words that are not written yet, or a stop, and what else is out of order then.
+CONSEQUENCES = {
+    "race_shared": {
+        "uninitialised_smem", "mbarrier_phase_unordered", "barrier_phase_mixed", "missing_proxy_fence",
+        "missing_warp_sync",
+    },
+    "race_tensor": {"uninitialised_tmem"},
+    "race_global": {"race_global_same_value"},
+    "missing_bulk_wait": {"missing_proxy_fence"},
+    "missing_cp_async_wait": {"uninitialised_smem"},
+    "missing_tcgen05_wait": {"uninitialised_tmem"},
+    "async_write_after_exit": {"mbarrier_tx_leftover"},
+    "scope_between_devices": {"race_between_devices"},
+    "mbarrier_tx_unexpected": {"uninitialised_smem", "race_shared"},
+    "mbarrier_phase_lapped": {"Deadlock"},
+}  # fmt: skip
+
+
 def caught(case: Case, outcome: Outcome) -> bool:
-    """Tell whether the fault was reported under its name."""
+    """Tell whether the fault was reported under its name, perhaps beside others."""
     return bool(set(case.kind.split("|")) & outcome.kinds)
 
 
+def alone(case: Case, outcome: Outcome) -> bool:
+    """Tell whether nothing was reported but the fault and its `CONSEQUENCES`."""
+    names = set(case.kind.split("|"))
+    return outcome.kinds <= names.union(*(CONSEQUENCES.get(name, set()) for name in names))
+
+
 def in_place(case: Case, outcome: Outcome) -> bool:
-    """Tell whether a report of the fault names marked lines and no others."""
+    """Tell whether reports of the fault, or the error that is its name, name marked lines and no others."""
     names = set(case.kind.split("|"))
     marked = case.marked() | (case.marked(second=True) if case.second else set())
     if outcome.error is not None and type(outcome.error).__name__ in names:
         error = outcome.error
         lines = {error.place.ptx_line} if error.place else {int(n) for n in re.findall(r"PTX line (\d+)", str(error))}
-        return bool(lines & marked)
+        return bool(lines) and lines <= marked
     places = [hazard.place for hazard in outcome.hazards if hazard.kind in names]
     return bool(places) and all(place is not None and place.ptx_line in marked for place in places)

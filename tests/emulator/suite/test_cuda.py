@@ -6,11 +6,11 @@ import pytest
 
 from dsv4lib import nvrtc
 from dsv4lib.emulator.checks import KINDS, Hazard
-from dsv4lib.emulator.errors import Place
+from dsv4lib.emulator.errors import Deadlock, Place
 from dsv4lib.emulator.machine.policies import POLICIES
 from dsv4lib.errors import BackendUnavailable
 from tests.emulator.suite import cuda
-from tests.emulator.suite.harness import Outcome, caught
+from tests.emulator.suite.harness import Outcome, alone, caught
 
 CASES = cuda.cases()
 RUNS = [
@@ -35,6 +35,7 @@ def test_the_fault_is_reported_with_its_line(name, arch):
         outcome = cuda.run(case, False, schedule, arch=arch)
         assert caught(case, outcome), (schedule, outcome)
         assert cuda.in_place(case, outcome), (schedule, case.marked, outcome)
+        assert alone(case, outcome), (schedule, outcome)
 
 
 @pytest.mark.parametrize(("name", "arch"), RUNS)
@@ -65,3 +66,11 @@ def test_a_report_at_a_line_without_a_mark_or_of_another_file_is_out_of_place():
     assert cuda.in_place(case, Outcome([report("shared.cu", line)]))
     for found in ([report("shared.cu", line + 1)], [report("far.cu", line)], [Hazard(case.kind, "", None)], []):
         assert not cuda.in_place(case, Outcome(found)), found
+
+
+def test_an_error_at_a_line_without_a_mark_is_out_of_place():
+    case = next(case for case in CASES.values() if case.kind == "Deadlock")
+    right, wrong = (f"/somewhere/{case.file}.cu:{line}" for line in (min(case.marked), max(case.marked) + 1))
+    assert cuda.in_place(case, Outcome([], Deadlock(right)))
+    for said in (f"{right}, {wrong}", wrong, "nothing"):
+        assert not cuda.in_place(case, Outcome([], Deadlock(said))), said

@@ -11,7 +11,7 @@ from dsv4lib.emulator.machine.policies import POLICIES
 from tests.cases import cases
 from tests.emulator.suite import cuda
 from tests.emulator.suite.cutedsl import barriers, common, far, shared, tensor
-from tests.emulator.suite.harness import caught
+from tests.emulator.suite.harness import alone, caught
 
 FILES = (barriers, far, shared, tensor)
 # Of each file what only the DSL has (pipelines, its copies, maps by its host code), then other kinds.
@@ -39,6 +39,7 @@ def test_the_fault_is_reported_with_its_line(name):
         outcome = common.run(name, False, schedule)
         assert caught(case, outcome), (schedule, outcome)
         assert cuda.in_place(case, outcome, case.file), (schedule, case.marked, outcome)
+        assert alone(case, outcome), (schedule, outcome)
 
 
 @pytest.mark.parametrize("name", NAMES)

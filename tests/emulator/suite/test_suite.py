@@ -6,10 +6,10 @@ import pytest
 
 from dsv4lib.emulator.checks import KINDS, Hazard
 from dsv4lib.emulator.checks.products import Products
-from dsv4lib.emulator.errors import Place
+from dsv4lib.emulator.errors import Deadlock, Place
 from dsv4lib.emulator.machine.policies import POLICIES
 from tests.emulator.suite import barriers, far, shared, tensor
-from tests.emulator.suite.harness import Outcome, caught, in_place, run
+from tests.emulator.suite.harness import Outcome, alone, caught, in_place, run
 
 TABLES = {"shared": shared.CASES, "far": far.CASES, "barriers": barriers.CASES, "tensor": tensor.CASES}
 CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
@@ -22,6 +22,7 @@ def test_the_fault_is_reported_with_its_line(name):
         outcome = run(case, False, schedule)
         assert caught(case, outcome), (schedule, outcome)
         assert in_place(case, outcome), (schedule, case.marked(), outcome)
+        assert alone(case, outcome), (schedule, outcome)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,6 +46,15 @@ def test_a_report_at_a_line_without_a_mark_is_out_of_place():
     assert in_place(case, Outcome([marked, of_another_kind]))
     for hazards in ([marked, other], [marked, Hazard(case.kind, "", None)], [of_another_kind], []):
         assert not in_place(case, Outcome(hazards)), hazards
+    assert alone(case, Outcome([marked])) and not alone(case, Outcome([marked, of_another_kind]))
+
+
+def test_an_error_at_a_line_without_a_mark_is_out_of_place():
+    case = next(case for case in CASES.values() if case.kind == "Deadlock")
+    line, other = min(case.marked()), max(case.marked()) + 1
+    assert in_place(case, Outcome([], Deadlock(f"PTX line {line}")))
+    for said in (f"PTX line {line}, PTX line {other}", f"PTX line {other}", "nothing"):
+        assert not in_place(case, Outcome([], Deadlock(said))), said
 
 
 @pytest.mark.parametrize(
