@@ -180,7 +180,9 @@ def test_a_second_architecture_counts_where_the_set_names_its_gpu(
 
     monkeypatch.setattr(plan.backends, "status", status)
     one = {"time_limit_s": 9, "runs": [{}]}
-    stage = make("one", kernel=True, also=["sm_90a"], sets={name: one for name in ("quick", "nightly", "b200", "hopper")})
+    stage = make(
+        "one", kernel=True, also=["sm_90a"], sets={name: one for name in ("quick", "nightly", "b200", "hopper")}
+    )
     blackwell = gpu == "sm_100a"
     for name in ("quick", "nightly", "b200", "hopper"):
         (job,) = plan.make([stage], name)

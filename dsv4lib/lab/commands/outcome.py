@@ -62,7 +62,9 @@ class Outcome:
         need not.
         """
         wanted = [r for r in self.result.records if self.required == NATIVE and _needs_gpu(r)]
-        return [r.job for r in wanted if r.backend != NATIVE or r.verdict is Verdict.SKIPPED or r.arch not in _wanted(r)]
+        return [
+            r.job for r in wanted if r.backend != NATIVE or r.verdict is Verdict.SKIPPED or r.arch not in _wanted(r)
+        ]
 
     @property
     def code(self) -> int:
