@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsv4lib.lab.notebook.notebook_api import answer, card, verdict
+    from dsv4lib.lab.notebook.notebook_api import answer, card, target, verdict
 
-__all__ = ["answer", "card", "verdict"]
+__all__ = ["answer", "card", "target", "verdict"]
 
 
 def __getattr__(name: str) -> Any:

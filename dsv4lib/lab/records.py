@@ -40,6 +40,7 @@ class Record:
         overrides, parameters: as in the set, and all parameters as passed.
         backend: resolved back end; empty where none could be resolved.
         arch: target of the stage's kernels; empty for a stage without one.
+        archs: those that they might have run as; empty for a stage without one, and in older records.
         fingerprint, stage_fingerprint: of the library's sources, and of the contract with its notebook.
         commit, dirty: git commit of the sources and whether anything differed from it; "" and None where unknown.
         versions, machine: packages and kind of machine (cores, memory, GPU, driver).
@@ -81,6 +82,7 @@ class Record:
     commit: str = ""
     dirty: bool | None = None
     label: str = ""
+    archs: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     gates: list[GateResult] = field(default_factory=list)
@@ -114,7 +116,7 @@ def schema() -> pa.Schema:
     fields += [(name, text) for name in ("backend", "arch", "fingerprint", "stage_fingerprint", "versions", "machine")]
     fields += [("verdict", text), ("reason", text), ("started", pa.timestamp("us", tz="UTC")), ("seconds", number)]
     fields += [(name, number) for name in ("time_limit_s", "cpu_s", "counted_s", "peak_mb")] + [("notebook", text)]
-    fields += [("commit", text), ("dirty", pa.bool_()), ("label", text)]
+    fields += [("commit", text), ("dirty", pa.bool_()), ("label", text), ("archs", pa.list_(text))]
     fields += [("metrics", pa.map_(text, number)), ("skipped", pa.map_(text, text)), ("gates", pa.list_(gate))]
     return pa.schema(fields)
 
@@ -237,6 +239,7 @@ def _from_row(row: dict[str, Any]) -> Record:
         row[name] = json.loads(row[name])
     row |= {name: row[name] or 0.0 for name in ("cpu_s", "counted_s")}  # older records have none of these,
     row |= {name: row[name] or "" for name in ("commit", "label")}  # nor of these, and ``dirty`` is null
+    row["archs"] = list(row["archs"] or ())
     row["verdict"] = Verdict(row["verdict"])
     row["started"] = row["started"].astimezone(UTC)
     row["metrics"], row["skipped"] = dict(row["metrics"]), dict(row["skipped"])

@@ -26,6 +26,8 @@ from dsv4lib.errors import DSV4Error
 
 SETS = ("quick", "nightly", "b200", "hopper")
 NEEDED_SETS = SETS[:3]  # every stage has these; a set that it lacks leaves it out
+# Sets whose kernels are to run on a GPU, and nowhere else, with the architectures of those kernels.
+GPU_SETS = {"b200": ("sm_100a", "sm_100f", "sm_103a"), "hopper": ("sm_90a",)}
 OPERATORS = {"==": operator.eq, "<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
 
 Value = bool | int | float | str
@@ -219,7 +221,7 @@ class Stage(_Strict):
     notebook: str = Field(description="path inside the workspace; it decides the place in the reading order")
     kernel: bool = Field(description="whether the stage runs a kernel; if so it is skipped under `reference`")
     arch: str = Field(default="sm_100a", description="the architecture whose code the stage runs")
-    also: list[str] = Field(default=[], description="further architectures: a GPU of one of them runs it natively, too")
+    also: list[str] = Field(default=[], description="further architectures, in sets that name a GPU of theirs alone")
     parameters: dict[Identifier, Parameter] = Field(description="by name; exactly those of the notebook")
     sets: dict[Literal["quick", "nightly", "b200", "hopper"], ParameterSet] = Field(
         default={},
@@ -240,6 +242,14 @@ class Stage(_Strict):
     def archs(self) -> tuple[str, ...]:
         """List the architectures that its kernels are made for, the one of the emulator first."""
         return (self.arch, *self.also)
+
+    def archs_in(self, set_name: str, negative: bool = False) -> tuple[str, ...]:
+        """Return what its kernels may run as: in a set that names a GPU that GPU's architectures, else ``arch``.
+
+        A ``negative`` turns a gate of ``arch`` red, and a set that names no GPU means the same on every machine.
+        """
+        own = () if negative else GPU_SETS.get(set_name, ())
+        return tuple(arch for arch in self.archs if arch in own) or (self.arch,)
 
     @property
     def root(self) -> Path:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.common import launching
 from dsv4lib.ops.indexer_q import faults as indexer_q_faults
 from dsv4lib.ops.topk import faults as topk_faults
 from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.indexer import figures, run_case
 from dsv4lib.pages.indexer.run_case import HARD, RATE
+from dsv4lib.pages.indexer.scoring import Stored, scored
 from dsv4lib.reference.topk import topk
 from dsv4lib.viz.style import alt_text
 
@@ -44,6 +48,19 @@ def test_a_fault_is_seen_by_its_checks_alone(fault):
     found = run_case.judged(run_case.kernels_of(fault), ENTRIES, K, 0, "emulator")
     red = {check for check, value in found.items() if value > figures.ALLOWED.get(check, 0)}
     assert seen <= red and not blind & red and bool(red) == bool(seen), found
+
+
+@pytest.mark.parametrize("fault", run_case.SCORE_FAULTS)
+def test_faults_of_the_scores_are_refused_on_a_hopper(fault):
+    """By name, before anything is launched: the kernel that they replace is not the one that would run."""
+    given = None, torch.zeros(1, 64, 128), Stored(None, None, torch.zeros(1, 128)), None
+    kernel = run_case.kernels_of(fault).scores
+    with backends.emulating("sm_90a"), pytest.raises(ArgumentError, match=f"fault='{fault}'.*Hopper"):
+        scored(*given, "emulator", kernel)
+    with backends.recorded("sm_90a"), pytest.raises(ArgumentError, match=f"fault='{fault}'.*Hopper"):
+        launching._native_arch.cache_clear()
+        scored(*given, "native", kernel)
+    launching._native_arch.cache_clear()
 
 
 def test_every_fault_is_among_them():

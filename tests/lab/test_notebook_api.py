@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4lib import lab
+from dsv4lib import backends, lab
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.run import runner
@@ -122,6 +122,25 @@ def test_the_card_says_what_a_reader_must_know(tiny: Stage, capsys: pytest.Captu
     ):
         assert words in said
     assert str(Path.home()) not in said and "/" not in said.split("versions")[0]
+
+
+def test_in_a_run_the_runner_decides_what_a_page_runs_on(
+    make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand a GPU of any architecture of the stage will do; a run may have ruled it out."""
+    make("two", kernel=True, also=["sm_90a"])
+    monkeypatch.setenv("DSV4_WORKSPACE", str(tmp_path))
+    monkeypatch.delenv("DSV4_BACKEND", raising=False)
+
+    def status(name: str, arch: str = "sm_100a") -> backends.Status:
+        return backends.Status(name, name != "native" or arch == "sm_90a", "as this test says")
+
+    monkeypatch.setattr(backends, "status", status)
+    assert lab.target("two", "auto") == "native" and lab.target("two", "emulator") == "emulator"
+    monkeypatch.setenv("DSV4_BACKEND", "emulator")
+    assert lab.target("two", "auto") == "emulator"
+    lab.card("two", backend=lab.target("two", "auto"))
+    assert "sm_100a" in capsys.readouterr().out
 
 
 def test_the_card_of_a_kernel_warns_that_the_reference_verifies_nothing(

@@ -156,6 +156,11 @@ def test_the_exit_code_names_the_worst(tmp_path: Path) -> None:
         ({"backend": "emulator", "set": "b200", "arch": "sm_90a"}, True),  # no B200 runs it
         ({"backend": "emulator", "set": "hopper", "arch": "sm_90a"}, False),
         ({"backend": "emulator", "set": "hopper"}, True),
+        ({"backend": "native", "set": "hopper", "arch": "sm_90a"}, True),
+        ({"backend": "native", "set": "b200", "arch": "sm_103a"}, True),
+        ({"backend": "native", "set": "hopper", "archs": ["sm_90a"]}, False),  # as SM100
+        ({"backend": "native", "set": "b200", "arch": "sm_90a", "archs": ["sm_100a"]}, False),
+        ({"backend": "emulator", "set": "hopper", "archs": ["sm_90a"]}, False),  # as SM100, in the emulator
     ],
 )
 def test_which_jobs_had_to_run_natively(tmp_path: Path, changes: dict[str, Any], native: bool) -> None:
@@ -164,14 +169,37 @@ def test_which_jobs_had_to_run_natively(tmp_path: Path, changes: dict[str, Any],
     assert ended(tmp_path, [one]).not_native == []
 
 
-def test_a_stage_of_two_architectures_has_to_run_natively_on_both(
-    make: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpu", ["sm_100a", "sm_90a"])
+def test_a_second_architecture_counts_where_the_set_names_its_gpu(
+    gpu: str, make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the emulator runs it, as SM100, in the set of a Hopper."""
-    made = make("one", kernel=True, also=["sm_90a"])
-    monkeypatch.setattr(outcome.contract, "load", lambda name: made)
-    one = record(arch="sm_100a", backend="emulator", set="hopper")
-    assert ended(tmp_path, [one], required="native").not_native == ["one-00"]
+    """No set that names none, and no negative, runs on a Hopper as SM90 what it runs elsewhere as SM100."""
+
+    def status(name: str, arch: str = "sm_100a") -> plan.backends.Status:
+        return plan.backends.Status(name, name != "native" or arch == gpu, "as this test says")
+
+    monkeypatch.setattr(plan.backends, "status", status)
+    one = {"time_limit_s": 9, "runs": [{}]}
+    stage = make(
+        "one", kernel=True, also=["sm_90a"], sets={name: one for name in ("quick", "nightly", "b200", "hopper")}
+    )
+    blackwell = gpu == "sm_100a"
+    for name in ("quick", "nightly", "b200", "hopper"):
+        (job,) = plan.make([stage], name)
+        native = blackwell != (name == "hopper")
+        assert job.backend == ("native" if native else "emulator"), name
+        assert plan.resolve_here(replace(job, backend=""), stage).backend == job.backend
+        assert runner._arch(job, stage) == (gpu if native else "sm_100a")
+        (chosen,) = plan.make([stage], name, backend="native")
+        assert (chosen.backend, bool(chosen.unavailable)) == (("native", False) if native else ("", True))
+        for negative in plan.make([stage], name, negatives=True):
+            assert negative.backend == ("native" if blackwell else "emulator")
+            assert runner._archs(negative, stage) == ("sm_100a",)
+    (negative, *_) = plan.make([stage], "hopper", negatives=True)
+    command.want_gpu([negative], [stage], command.Wish(set_name="hopper"))  # none that a Hopper has to run
+    if blackwell:
+        with pytest.raises(command.MissingGpu, match="hopper needs a GPU for one:"):
+            command.want_gpu(plan.make([stage], "hopper"), [stage], command.Wish(set_name="hopper"))
 
 
 def run(root: Path, **wish: Any) -> tuple[int, str]:

@@ -151,6 +151,34 @@ def test_links_lead_to_pages_of_the_report_and_the_rest_is_named(
     assert '<span class="file" title="notebooks/unrun.ipynb of the repository">u</span>' in article
 
 
+@pytest.mark.parametrize("first", ["run", "negative"])
+def test_links_to_a_notebook_lead_to_its_run(tmp_path: Path, stage_writer: Callable[..., Any], first: str) -> None:
+    """Not to an injected fault; a notebook that was run with faults alone is named."""
+    root = tmp_path / "workspace"
+    for name in ("one", "two", "broken"):
+        stage_writer(root, name)
+    text = "# Title\n\n[t](two.ipynb) [b](broken.ipynb)"
+    kinds = [("one-00", "one", "run"), ("two-negative-x", "two", "negative"), ("two-00", "two", "run")]
+    kinds = [
+        *(kinds if first == "negative" else [kinds[0], kinds[2], kinds[1]]),
+        ("broken-negative-x", "broken", "negative"),
+    ]
+    records = [
+        replace(RECORD, job=job, stage=name, kind=kind, notebook=f"{job}/n.ipynb", negative=kind[:3])
+        for job, name, kind in kinds
+    ]
+    for record in records:
+        (tmp_path / record.notebook).parent.mkdir()
+        cells_of = [nbformat.v4.new_markdown_cell(text)]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells_of), tmp_path / record.notebook)
+    index = report.write_report(tmp_path, records, root)
+    article = (index.parent / "one-00.html").read_text().partition("<article>")[2]
+    assert re.findall(r'href="([^"]*)"', article) == ["two-00.html"]
+    assert '<span class="file" title="notebooks/broken.ipynb of the repository">b</span>' in article
+    own = (index.parent / "two-negative-x.html").read_text().partition("<article>")[2]
+    assert re.findall(r'href="([^"]*)"', own) == ["two-negative-x.html"]
+
+
 def test_every_text_is_escaped(everything: dict[str, str]) -> None:
     for text in everything.values():
         assert "<img src=x" not in text and "&lt;img src=x onerror" in text

@@ -3,8 +3,8 @@
     decode     `DecodeFmha`, split and combined where splits are more than 1
     prefill    `PrefillFmha`, a CTA a token, unsplit
 
-Every variant is compared with fp64 before it is timed. cold: from the first kernel's start to the last one's end, L2
-flushed; warm: a node of a CUDA graph.
+Of every variant the first 8 tokens of a row are compared with fp64 before it is timed. cold: from the first kernel's
+start to the last one's end, L2 flushed; warm: a node of a CUDA graph. Forms are named by kernel, warps and early.
 
     python -m dsv4lib.bench.probes.attention_probe --record attention_times.csv        (on the GPU)
 """
@@ -12,7 +12,7 @@ flushed; warm: a node of a CUDA graph.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from dsv4lib.bench.ops.case import Given
 from dsv4lib.bench.ops.timing import Call, GpuClock
 from dsv4lib.bench.probes import common as probes
 from dsv4lib.config import FLASH, LayerKind
+from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.fmha import arguments as both
@@ -53,7 +54,9 @@ SPLITS = {  # that are timed, by layer and tokens
     (LayerKind.SWA, 1): (1, 2),
     (LayerKind.CSA, CHUNK): (1,),
 }
-FORMS = (4, 0), (8, 0), (8, 1)  # producer warps; loads early
+# Producer warps; loads early.
+FORMS: dict[type, tuple[tuple[int, int], ...]] = {DecodeFmha: ((4, 0), (8, 0), (8, 1)), PrefillFmha: ((4, 0), (8, 1))}
+COMPARED = 8  # tokens of a row
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,10 @@ class AttentionTimes:
 def variants(layer: LayerKind, tokens: int) -> Iterator[tuple[type, int, int, int]]:
     """Yield (kernel, producer warps, early, splits) of what is timed."""
     for splits in SPLITS[layer, tokens]:
-        for warps, early in FORMS:
-            if tokens < CHUNK:
-                yield DecodeFmha, warps, early, splits
-            if splits not in (10, 6):
-                yield PrefillFmha, warps, early, splits
+        if tokens < CHUNK:
+            yield from ((DecodeFmha, *form, splits) for form in FORMS[DecodeFmha])
+        if splits not in (10, 6):
+            yield from ((PrefillFmha, *form, splits) for form in FORMS[PrefillFmha])
 
 
 def compile_all(processes: int) -> None:
@@ -159,13 +161,13 @@ def given_of(layer: LayerKind, tokens: int) -> Given:
 
 
 def checked(given: Given, variant: tuple[type, int, int, int]) -> Call:
-    """Return a call of a variant that agrees with fp64."""
+    """Return a call of a variant whose first tokens agree with fp64."""
     tokens = len(given["q"])
     o = torch.full((tokens, FLASH.n_heads, kv_entry.HEAD_DIM), float("nan"), device="cuda").bfloat16()
     call = caller(given, *variant, o)
     call()
     torch.cuda.synchronize()
-    bench.check({**given, "q": given["q"][:8]}, {"o": o})
+    bench.check({**given, "q": given["q"][:COMPARED]}, {"o": o})
     return call
 
 
@@ -173,6 +175,24 @@ def name_of(variant: tuple[type, int, int, int]) -> str:
     """Return kernel, warps and early of a variant."""
     kind, warps, early, _ = variant
     return f"{'decode' if kind is DecodeFmha else 'prefill'}-{warps}-{early}"
+
+
+def names() -> list[str]:
+    """List all forms."""
+    return [name_of((kind, *form, 1)) for kind, forms in FORMS.items() for form in forms]
+
+
+def known(option: str, forms: str) -> list[str]:
+    """Return the forms of a text with commas; all where it is empty.
+
+    Raises:
+        ArgumentError: there is no such form.
+    """
+    chosen = forms.split(",") if forms else names()
+    for one in chosen:
+        if one not in names():
+            raise ArgumentError(option, one, "one of " + ", ".join(names()))
+    return chosen
 
 
 def check(form: str) -> None:
@@ -202,21 +222,30 @@ def run(processes: int, forms: list[str]) -> list[AttentionTimes]:
     return rows
 
 
-def main() -> None:
-    """Run the command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Raises:
+        ArgumentError: an unknown form, or no place for the table.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", help="a form to check, without times")
     parser.add_argument("--compile", type=int, default=0, help="compile all, in so many processes, and end")
-    parser.add_argument("--forms", default="", help="to time, with commas")
+    parser.add_argument("--forms", default="", help="to time, with commas; none: all")
     parser.add_argument("--record", type=Path, help="where the table goes")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.compile:
         compile_all(given.compile)
-    elif given.check:
+    elif given.check is not None:
+        if given.check not in names():
+            raise ArgumentError("--check", given.check, "one of " + ", ".join(names()))
         check(given.check)
     else:
+        forms = known("--forms", given.forms)
+        if given.record is None:
+            raise ArgumentError("--record", None, "a path: where the table goes")
         print(probes.heads(AttentionTimes))
-        table.record(run(1, given.forms.split(",")), given.record)
+        table.record(run(1, forms), given.record)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ from rich.text import Text
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import ledger
 from dsv4lib.lab.commands import outcome
-from dsv4lib.lab.commands.outcome import GPU_SETS
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.records import load as load_records
 from dsv4lib.lab.run import plan, repeat, runner
 from dsv4lib.lab.run.progress import ConsoleProgress
-from dsv4lib.lab.stage import NEEDED_SETS, SETS, Stage, discover, load, names, runs_folder, workspace
+from dsv4lib.lab.stage import GPU_SETS, NEEDED_SETS, SETS, Stage, discover, load, names, runs_folder, workspace
 from dsv4lib.lab.verdicts import LOOKS, NO_GPU, NOT_REPEATABLE, Verdict
 
 
@@ -161,8 +160,13 @@ def want_gpu(jobs: Sequence[plan.Job], stages: Sequence[Stage], wish: Wish) -> N
         return
     if wish.require == outcome.NOTHING:
         return
-    kernels = {one.name for one in stages if one.kernel and {*one.archs} & {*GPU_SETS[wish.set_name]}}
-    free = [job for job in jobs if job.stage in kernels and job.parameters.get("backend", "auto") in ("auto", "native")]
+    kernels = {one.name: one for one in stages if one.kernel}
+
+    def there(job: plan.Job) -> bool:
+        archs = kernels[job.stage].archs_in(job.set, bool(job.negative)) if job.stage in kernels else ()
+        return not {*archs}.isdisjoint(GPU_SETS[wish.set_name])
+
+    free = [job for job in jobs if there(job) and job.parameters.get("backend", "auto") in ("auto", "native")]
     lacking = sorted({job.stage for job in free if job.backend != "native"})
     if lacking:
         why = next((job.unavailable for job in free if job.unavailable), "their kernels would run in the emulator")

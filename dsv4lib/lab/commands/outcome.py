@@ -16,16 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4lib.lab import ledger
-from dsv4lib.lab import stage as contract
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.report import junit, summary
 from dsv4lib.lab.run import manifest, runner
+from dsv4lib.lab.stage import GPU_SETS
 from dsv4lib.lab.verdicts import LOOKS, Verdict, exit_code
 
 NATIVE, NOTHING = "native", "none"
 REQUIREMENTS = (NATIVE, NOTHING)
-# Sets whose kernels are to run on a GPU, and nowhere else, with the architectures of those kernels.
-GPU_SETS = {"b200": ("sm_100a", "sm_100f", "sm_103a"), "hopper": ("sm_90a",)}
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,15 @@ class Outcome:
 
     @property
     def not_native(self) -> list[str]:
-        """List the jobs that had to run their kernel on a GPU and did not, by skipping it or on another back end.
+        """List the jobs that had to run their kernel on a GPU and did not, by skipping it, on another back end or GPU.
 
         Kernels of an architecture that the set's GPU does not run, and runs for which another back end was chosen,
         need not.
         """
         wanted = [r for r in self.result.records if self.required == NATIVE and _needs_gpu(r)]
-        return [r.job for r in wanted if r.backend != NATIVE or r.verdict is Verdict.SKIPPED]
+        return [
+            r.job for r in wanted if r.backend != NATIVE or r.verdict is Verdict.SKIPPED or r.arch not in _wanted(r)
+        ]
 
     @property
     def code(self) -> int:
@@ -81,15 +81,12 @@ class Outcome:
 
 def _needs_gpu(record: Record) -> bool:
     free = record.parameters.get("backend", "auto") in ("auto", NATIVE)
-    return free and bool(record.arch) and not {*_archs(record)}.isdisjoint(GPU_SETS.get(record.set, (record.arch,)))
+    return free and bool(record.arch) and not {record.arch, *record.archs}.isdisjoint(_wanted(record))
 
 
-def _archs(record: Record) -> tuple[str, ...]:
-    """Architectures that the record's stage has kernels for, as far as this workspace knows it."""
-    try:
-        return (record.arch, *contract.load(record.stage).archs)
-    except (contract.StageError, contract.UnknownStage):
-        return (record.arch,)
+def _wanted(record: Record) -> tuple[str, ...]:
+    """Architectures of the GPU that the record's set names; where it names none, the record's own."""
+    return GPU_SETS.get(record.set, (record.arch,))
 
 
 def known_flaky(records: Sequence[Record], entries: Mapping[str, ledger.Entry]) -> dict[str, ledger.Entry]:

@@ -6,9 +6,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab.day_one import forms
+
+if TYPE_CHECKING:
+    from dsv4lib.lab.stage import Stage
 
 # A process with its context, a probe in it and a stage took this on an H200; an op's rows and counters are estimates.
 PROCESS_S, PROBE_S, STAGE_S, OP_S, COUNTERS_S = 1.0, 0.03, 30.0, 30.0, 60.0
@@ -97,15 +101,30 @@ def _stages(arch: str) -> list[Step]:
 
     found = []
     for one in sorted(stage.discover(), key=lambda spec: spec.notebook):
-        chosen = one.sets.get(SETS[arch])
-        if not one.kernel or arch not in one.archs or chosen is None:
+        if not one.kernel:
             continue
-        if any(run.get("backend", "auto") not in ("auto", "native") for run in chosen.runs):
-            continue  # a page about the emulator
+        name = f"stage.{one.name}"
+        if reason := _left_out(one, arch):
+            found.append(Step(name, "command", one.title, 0.0, 0.0, skipped=reason))
+            continue
+        chosen = one.parameter_set(SETS[arch])
+        limit = max(STAGE_LIMIT_S, len(chosen.runs) * chosen.time_limit_s)
         options = (f"--stage={one.name}", f"--set={SETS[arch]}", "--backend=native", f"--out={OUT}")
         command = (sys.executable, "-m", "dsv4lib.lab.cli", "run", *options)
-        found.append(Step(f"stage.{one.name}", "command", one.title, STAGE_S, STAGE_LIMIT_S, command=command))
+        found.append(Step(name, "command", one.title, STAGE_S, limit, command=command))
     return found
+
+
+def _left_out(one: Stage, arch: str) -> str:
+    """Say why a stage with a kernel has nothing to run on this GPU; "" if it has."""
+    chosen = one.sets.get(SETS[arch])
+    if arch not in one.archs:
+        return f"its kernels are for {' and '.join(one.archs)}"
+    if chosen is None:
+        return f"it has no set {SETS[arch]}"
+    if any(run.get("backend", "auto") not in ("auto", "native") for run in chosen.runs):
+        return "a page about the emulator"
+    return ""
 
 
 def _times() -> list[Step]:

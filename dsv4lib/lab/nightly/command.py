@@ -22,7 +22,7 @@ from dsv4lib.lab.records import load as load_records
 from dsv4lib.lab.run import manifest, runner
 from dsv4lib.lab.run.plan import Job
 from dsv4lib.lab.run.progress import ConsoleProgress
-from dsv4lib.lab.stage import Stage, runs_folder, workspace
+from dsv4lib.lab.stage import GPU_SETS, Stage, runs_folder, workspace
 
 NIGHT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -193,13 +193,13 @@ def _asked(wish: Wish, set_name: str | None = None) -> command.Wish:
 
 def _need_gpu(jobs: Sequence[Job], stages: Sequence[Stage], required: str) -> set[str]:
     """Names of the jobs that need a worker with a GPU: by their back end, or because their kernels must run on one."""
-    archs = {stage.name: stage.archs for stage in stages if stage.kernel}
+    kernels = {stage.name: stage for stage in stages if stage.kernel}
     need = set()
     for job in jobs:
         backend = job.parameters.get("backend", "auto")
-        must = required == outcome.NATIVE and backend == "auto" and job.stage in archs
-        own = archs.get(job.stage, ())
-        if backend == outcome.NATIVE or (must and {*own} & {*outcome.GPU_SETS.get(job.set, own)}):
+        must = required == outcome.NATIVE and backend == "auto" and job.stage in kernels
+        own = kernels[job.stage].archs_in(job.set, bool(job.negative)) if must else ()
+        if backend == outcome.NATIVE or (must and {*own} & {*GPU_SETS.get(job.set, own)}):
             need.add(job.name)
     return need
 

@@ -130,9 +130,24 @@ def _number(name: str, value: Any) -> float:
         raise ArgumentError(f"metrics[{name!r}]", value, "a single number") from None
 
 
+def target(stage: str, backend: str) -> str:
+    """Return the back end that a stage's kernels run on: what the runner chose, by hand what ``backend`` means here.
+
+    A run's set may allow fewer architectures than the stage has; by hand a GPU of any of them will do.
+
+    Raises:
+        UnknownStage: no such stage. ArgumentError: unknown back end. BackendUnavailable: it cannot run here.
+    """
+    return _resolved(contract.load(stage), backend)
+
+
+def _resolved(spec: contract.Stage, chosen: str) -> str:
+    return os.environ.get("DSV4_BACKEND") or backends.resolve(chosen, spec.archs, spec.kernel)
+
+
 def _backend_line(spec: contract.Stage, chosen: str) -> str:
     try:
-        resolved = os.environ.get("DSV4_BACKEND") or backends.resolve(chosen, spec.archs, spec.kernel)
+        resolved = _resolved(spec, chosen)
     except BackendUnavailable as error:
         return f"none: {error}"
     line = resolved if chosen == resolved else f"{resolved} (chosen: {chosen})"
@@ -144,7 +159,7 @@ def _backend_line(spec: contract.Stage, chosen: str) -> str:
 def _runs(spec: contract.Stage, chosen: str) -> str:
     """The architecture whose code runs here."""
     try:
-        resolved = os.environ.get("DSV4_BACKEND") or backends.resolve(chosen, spec.archs, spec.kernel)
+        resolved = _resolved(spec, chosen)
     except BackendUnavailable:
         return spec.arch
     return spec.arch if resolved == "reference" else backends.runs(resolved, spec.archs)

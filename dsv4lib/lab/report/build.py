@@ -54,7 +54,8 @@ def write_report(
     places = sources or {}
     shown = [Shown(record, places.get(record.run_id, folder), clean) for record in records]
     notebooks = _notebooks(root)
-    pages = {notebooks[one.record.stage]: one.file for one in reversed(shown) if one.record.stage in notebooks}
+    runs = [one for one in shown if one.record.kind == "run" and one.record.stage in notebooks]
+    pages = {notebooks[one.record.stage]: one.file for one in reversed(runs)}  # no link leads to an injected fault
     for index, one in enumerate(shown):
         source = notebooks.get(one.record.stage, one.record.notebook)
         connect(one.page.blocks, Links(root, {**pages, source: one.file}), source, one.file)

@@ -106,7 +106,7 @@ def _job(
 ) -> Job:
     parameters = resolve_parameters(stage, overrides, texts)
     overrides = overrides | {name: parameters[name] for name in texts}
-    resolved, why = _resolved(parameters, stage)
+    resolved, why = _resolved(parameters, stage, stage.archs_in(set_name, bool(negative)))
     return Job(
         name=str(number),
         stage=stage.name,
@@ -125,14 +125,14 @@ def _job(
 
 def resolve_here(job: Job, stage: Stage) -> Job:
     """Return ``job``, planned on another machine, with the back end that this one has for it."""
-    resolved, why = _resolved(job.parameters, stage)
+    resolved, why = _resolved(job.parameters, stage, stage.archs_in(job.set, bool(job.negative)))
     return replace(job, backend=resolved, unavailable=why)
 
 
-def _resolved(parameters: Mapping[str, Any], stage: Stage) -> tuple[str, str]:
+def _resolved(parameters: Mapping[str, Any], stage: Stage, archs: tuple[str, ...]) -> tuple[str, str]:
     """The back end that runs this here; or "" and why none does."""
     try:
-        return backends.resolve(str(parameters.get("backend", "auto")), stage.archs, stage.kernel), ""
+        return backends.resolve(str(parameters.get("backend", "auto")), archs, stage.kernel), ""
     except BackendUnavailable as error:
         return "", str(error)
 

@@ -440,7 +440,7 @@ class Supervisor:
         record = Record(
             run_id=self.plan.run_id, job=job.name, attempt=attempt, stage=job.stage, title=stage.title, set=job.set,
             kind=job.kind, negative=job.negative, expect_fail=job.expect_fail, overrides=job.overrides,
-            parameters=job.parameters, backend=job.backend, arch=_arch(job, stage),
+            parameters=job.parameters, backend=job.backend, arch=_arch(job, stage), archs=[*_archs(job, stage)],
             fingerprint=self.plan.fingerprint,
             stage_fingerprint=job.stage_fingerprint, versions=self.plan.versions, machine=self.plan.machine,
             commit=self.plan.commit, dirty=self.plan.dirty, label=self.plan.label,
@@ -475,7 +475,12 @@ def _arch(job: Job, stage: Stage) -> str:
     """The architecture whose code a job runs here; empty for a stage without a kernel."""
     if not stage.kernel:
         return ""
-    return backends.runs(job.backend, stage.archs) if job.backend in ("native", "emulator") else stage.arch
+    return backends.runs(job.backend, _archs(job, stage)) if job.backend == "native" else stage.arch
+
+
+def _archs(job: Job, stage: Stage) -> tuple[str, ...]:
+    """The architectures that a job's kernels may run as; none for a stage without a kernel."""
+    return stage.archs_in(job.set, bool(job.negative)) if stage.kernel else ()
 
 
 def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None = None) -> Record:

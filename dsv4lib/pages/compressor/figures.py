@@ -156,8 +156,14 @@ def step_bytes() -> dict[str, int]:
 
 
 def show_faults(kernels: Sequence[type], tokens: int, seed: int, backend: str) -> int:
-    """Show what faulty kernels do to CSA (of the running state: to HCA). Returns how many go unnoticed."""
+    """Show what faulty kernels do to CSA (of the running state: to HCA). Returns how many go unnoticed.
+
+    A race's numbers may come out right, and only the emulator reports it: natively that fault is left out.
+    """
     lines, unseen = [], 0
+    if backend == "native" and faults.WarpsNotAwaited in kernels:
+        kernels = [kernel for kernel in kernels if kernel is not faults.WarpsNotAwaited]
+        print("WarpsNotAwaited is left out: its numbers may come out right, and only the emulator reports the race")
     for kernel in kernels:
         kind = HCA if kernel in faults.RUNNING else CSA
         given = run_case.draw(kind, 2 * HCA.rate if kind == HCA else tokens, seed)

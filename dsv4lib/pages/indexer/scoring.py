@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import indexer_key
+from dsv4lib.ops.common import launching
 from dsv4lib.ops.indexer_logits import op as logits_op
 from dsv4lib.ops.indexer_logits.op import KeyPages, Visible
 from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
@@ -77,7 +79,13 @@ def scored(
         queries: of FP4. values: fp64 [T, H, 128], what their codes say. keys: of the request.
         visible: int64 [T], entries of each query.
         backend, kernel: what computes them.
+
+    Raises:
+        ArgumentError: a faulty ``kernel`` where the op launches a Hopper's, which it cannot replace.
     """
+    if kernel is not IndexerLogits and launching.arch(backend, logits_op.ARCHS) == logits_op.HOPPER:
+        allowed = "a fault of another kernel: a Hopper has a kernel of its own for scores; or back end emulator"
+        raise ArgumentError("fault", kernel.__name__, allowed)
     where, tokens = backends.device(backend), len(values)
     out = torch.full((tokens, len(keys.values)), UNWRITTEN, device=where)
     seen = Visible(keys.table.to(where), torch.zeros(tokens, dtype=torch.int32, device=where), visible.int().to(where))

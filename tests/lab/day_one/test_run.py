@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError
-from dsv4lib.lab import cli
+from dsv4lib.lab import cli, stage
 from dsv4lib.lab.day_one import archive, differences, forms, gpu, plan, reading, runner, worker
 from dsv4lib.lab.day_one.plan import Step
 from dsv4lib.ops.moe_dispatch import bench as moe_dispatch
@@ -75,13 +75,39 @@ def test_the_plan_is_under_half_an_hour(arch: str) -> None:
 
 
 def test_stages_are_those_of_the_gpu_s_set_whose_kernels_run_on_it() -> None:
-    """A stage of two architectures is in both plans, a page about the emulator in none."""
-    hopper, blackwell = (
-        {s.name for s in plan.steps(arch) if s.name.startswith("stage.")} for arch in ("sm_90a", "sm_100a")
+    """A stage of two architectures is in both plans; what is left out says why, a page about the emulator, too."""
+    every = [{s.name: s for s in plan.steps(arch) if s.name.startswith("stage.")} for arch in ("sm_90a", "sm_100a")]
+    hopper, blackwell = ({name for name, step in one.items() if not step.skipped} for one in every)
+    assert set(every[0]) == set(every[1]) == {f"stage.{one.name}" for one in stage.discover() if one.kernel}
+    whys = [{name: step.skipped for name, step in one.items()} for one in every]
+    assert (
+        whys[0]["stage.fmha_a"] == "its kernels are for sm_100a"
+        and whys[1]["stage.turbo4"] == "its kernels are for sm_90a"
     )
+    assert whys[1]["stage.emulator"] == whys[0]["stage.your_kernel"] == "a page about the emulator"
     assert {"stage.turbo4", "stage.indexer"} <= hopper and "stage.turbo4" not in blackwell
     assert {"stage.fmha_a", "stage.indexer"} <= blackwell and "stage.fmha_a" not in hopper
     assert "stage.your_kernel" not in hopper | blackwell
+
+
+@pytest.mark.parametrize("arch", plan.SETS)
+def test_a_stage_has_the_time_that_its_set_allows(arch: str) -> None:
+    steps = {step.name: step for step in plan.steps(arch)}
+    for one in stage.discover():
+        step = steps.get(f"stage.{one.name}")
+        if step is not None and not step.skipped:
+            chosen = one.sets[plan.SETS[arch]]
+            assert step.limit_s >= max(plan.STAGE_LIMIT_S, len(chosen.runs) * chosen.time_limit_s), step.name
+
+
+def test_a_stage_without_the_set_is_a_skipped_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stage.load("indexer")
+    sets = {name: chosen for name, chosen in found.sets.items() if name != "hopper"}
+    monkeypatch.setattr(stage, "discover", lambda: [found.model_copy(update={"sets": sets})])
+    (step,) = plan._stages("sm_90a")
+    assert step.skipped == "it has no set hopper" and step.command == () and step.seconds == 0
+    (step,) = plan._stages("sm_100a")
+    assert step.command and not step.skipped
 
 
 def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:

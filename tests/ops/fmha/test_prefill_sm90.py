@@ -37,6 +37,8 @@ LONG = {
     "no window": ({"window": False}, paged(case(64, [130, 64], [0, 0], seed=4), 100), 1),
     "ranges": ({"entries": "range"}, paged(prefill_case(20, [0, 5000], 3), 2, 64), 2),
     "Pro": ({}, paged(case(128, [150, 60], [40, 128], seed=5), 64, seed=1), 1),
+    "4 producer warps": ({"producer_warps": 4}, paged(case(37, [200, 3], [33, 70], seed=2), 48), 1),
+    "nothing early": ({"early": False}, paged(case(37, [200, 3], [33, 70], seed=2), 48), 1),
     "whole lists": ({"inverse_rope": True}, paged(case(64, [512, 512], [128, 128]), 64, seed=3), 1),
     "one key takes all": ({}, paged(replace(TIES, q=TIES.q * 8), 64), 1),
 }

@@ -31,6 +31,8 @@ RUNS = {  # options, case
 LONG = {
     "one head": ({}, paged(case(1, [70, 0, 3], [3, 0, 128]), 2, 64)),
     "Flash, whole lists": ({"inverse_rope": True}, paged(case(64, [512, 512], [128, 128]), 64, seed=3)),
+    "4 producer warps": ({"producer_warps": 4}, paged(case(37, [200, 3], [33, 70], seed=2), 48)),
+    "nothing early": ({"early": False}, paged(case(37, [200, 3], [33, 70], seed=2), 48)),
     "ranges, ends of chunks": ({"entries": "range"}, paged(prefill_case(64, [0, 127, 5000], 2), 2, 64)),
 }
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")

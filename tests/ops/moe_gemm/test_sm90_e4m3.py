@@ -44,6 +44,13 @@ def test_numbers(name):
     assert (done.smem_bytes, done.threads) == (rows["SMEM: total"].used, rows["threads"].used)
 
 
+@pytest.mark.parametrize("rows", cases(72, 73, full=(96, 97, 112, 113)))
+def test_numbers_of_columns(rows):
+    """Each number of columns that MMAs of 112 tokens have, at its last row and one more."""
+    options = {"tile_n": 112, "out": "fp32", "alpha": False, "step_k": 128}
+    assert run(options, case(WideE4m3MoeGemm(**options), [rows], 64, 384), WideE4m3MoeGemm).findings() == set()
+
+
 @pytest.mark.parametrize(("out", "tile_n"), cases(("mxfp8", 112), full=[("bf16", 112), ("mxfp8", 64), ("bf16", 32)]))
 def test_nothing_is_spilled(out, tile_n):
     """With the stages of all model shapes, and more registers at launch than ptxas needs to leave MMAs in flight."""

@@ -189,7 +189,7 @@ class Keys(Config):
         thread = cute.arch.thread_idx()[0] - 32 * MATH_WARPS
         place = tile * TILE_N + (thread >> 5) * self.keys + (thread & self.keys - 1)
         token, listed = cutlass.min(items.first, items.end - 1), Int32(0)
-        if place >= 0 and place < width:
+        if thread >= 0 and place >= 0 and place < width:  # math threads have no keys
             listed = Int32(1)
         address = keys.index[token, None].iterator.toint() + Int64(cutlass.max(place * listed, 0)) * 4
         return Guess(loaded(Int32(-1), listed, address), listed, address)

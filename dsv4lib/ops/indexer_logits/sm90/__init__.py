@@ -1,1 +1,1 @@
-"""The indexer's scores on Hopper: FP8 queries and keys."""
+"""The indexer's scores on Hopper: FP8 or FP4 queries and keys."""

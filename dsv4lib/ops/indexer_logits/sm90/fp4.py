@@ -21,6 +21,9 @@ subnormals included. One multiplication gives value x 2^(S - M), where M is the 
 and the key's sum is multiplied by 2^M: blocks that are 2^126 times smaller than another of their key count as zero.
 Scale 255 makes the score NaN.
 
+A query's scales are in its bf16: sums are not scaled by them. Before 2^M a sum is at most 768 |q|, 128 times a key's
+largest 6, so |q| x 768 must stay below 2^128, |q| the largest magnitude of a head's numbers; above it scores are inf.
+
 Source: as `kernel`; OCP Microscaling Formats 1.0 (E2M1, E8M0).
 """
 

@@ -17,9 +17,8 @@ The tensor core's own sums keep some 13 bits below the largest addend: they are 
 A warpgroup has two blocks of 64 rows. During the MMAs of one the weights of the next are expanded, those of the
 next stage's first block, too.
 
-What limits it: not loads; Flash without expansion, promotion or the end of tiles is 10 to 15 % faster each
-(data/bench/moe_gemm.md). Computed: a block of 64 rows x 128 K x 104 tokens takes 208 cycles of MMA; of the 208 issue
-slots that a warp has in that time promotion takes 60, expansion 100.
+What parts cost is measured in data/bench/moe_gemm.md. Computed: a block of 64 rows x 128 K x 104 tokens takes 208
+cycles of MMA; of the 208 issue slots that a warp has in that time promotion takes 60, expansion 100.
 
 `wide.finish` has the end of a tile: SwiGLU and E4M3 in registers, or rows in bf16.
 
