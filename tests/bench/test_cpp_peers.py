@@ -94,7 +94,7 @@ def test_the_commit_is_of_the_checkout_alone(tmp_path, small):
 
 
 def test_the_object_depends_on_compiler_and_cutlass(tmp_path, small, monkeypatch):
-    """A stand-in for nvcc writes the files that it is asked for."""
+    """With a stand-in for nvcc, which writes empty files."""
     compiler = tmp_path / "nvcc"
     text = """#!/bin/sh
 if [ "$1" = --version ]; then echo VERSION; exit; fi

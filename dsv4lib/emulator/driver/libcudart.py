@@ -33,7 +33,7 @@ _NO_PTX = (
     "numbers) must be done on the CPU"
 )
 _LAST = [0]  # status that cudaGetLastError answers and forgets
-_BUS = re.compile(r"(?:[0-9a-fA-F]{1,8}:)?([0-9a-fA-F]{1,2}):[0-9a-fA-F]{1,2}(?:\.[0-7])?")  # domain:bus:device.function
+_BUS = re.compile(r"(?:[\da-fA-F]{1,8}:)?([\da-fA-F]{1,2}):[\da-fA-F]{1,2}(?:\.[0-7])?", re.ASCII)  # domain:bus:device
 _TWINS = """
     cudaDeviceCanAccessPeer cudaDeviceGetAttribute cudaDeviceGetDefaultMemPool cudaDeviceGetMemPool
     cudaDeviceGetPCIBusId cudaDeviceSetMemPool cudaDriverGetVersion cudaEventDestroy cudaEventElapsedTime

@@ -31,9 +31,9 @@ _SAID: list[bool] = []
 
 
 def told(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch.compile``: once in a process, a script that calls it while it is off is told so.
+    """Wrap ``torch.compile``: the first call by a script, while it is off, writes a line to standard error.
 
-    Packages that decorate their functions with it are not the script, and count on nothing.
+    Calls by packages, which decorate functions with it, write nothing.
     """
 
     @functools.wraps(original)
