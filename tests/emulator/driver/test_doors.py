@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import os
 import struct
+import sys
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("cutlass.cute")
 
 from dsv4lib import emulator
-from dsv4lib.emulator.driver import emulated_time, libcudart, static_runtime
+from dsv4lib.emulator.driver import emulated_time, libcudart, static_runtime, torch_compile
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
 from dsv4lib.emulator.machine.request import LaunchResult
@@ -166,7 +167,7 @@ def test_a_script_of_torch_compile(tmp_path, capfd, monkeypatch):
     needs("triton")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     code, printed, error = sanitized(tmp_path, capfd, COMPILED)
-    assert code == 0 and "fused" in printed and "gelu" in printed, error
+    assert code == 0 and "fused" in printed and "gelu" in printed and "is off" not in error, error
 
 
 EAGER = """
@@ -177,15 +178,22 @@ print("out", torch.compile(double)(torch.arange(3, device="cuda")).tolist())
 """
 
 
-@pytest.mark.parametrize("switch", cases(None, full=["0"]))
-def test_a_script_is_told_when_torch_compile_is_off(tmp_path, capfd, monkeypatch, switch):
+@pytest.mark.full  # torch's compiler takes seconds to load
+def test_a_script_is_told_that_torch_compile_is_off(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    if switch is not None:
-        needs("triton")
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", switch)
     code, printed, error = sanitized(tmp_path, capfd, EAGER)
     assert code == 0 and "out [0, 2, 4]" in printed, error
-    assert error.count("torch.compile is off") == (switch is None), error
+    assert error.count("torch.compile is off") == 1, error
+
+
+@pytest.mark.parametrize(("switch", "name", "times"), [("1", "__main__", 1), ("0", "__main__", 0), ("1", "package", 0)])
+def test_scripts_are_told_once_that_torch_compile_is_off_packages_never(monkeypatch, capfd, switch, name, times):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", switch)
+    monkeypatch.delitem(sys.modules, "torch._dynamo.config", raising=False)
+    monkeypatch.setattr(torch_compile, "_SAID", [])
+    scope = {"compile": torch_compile.told(lambda function: function), "__name__": name}
+    exec("assert compile(compile)(max) is max", scope)
+    assert capfd.readouterr().err.count("torch.compile is off") == times
 
 
 def elf(symbols):
