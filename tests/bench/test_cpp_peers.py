@@ -5,6 +5,7 @@ The first part compiles a package made here. The second skips each case whose ch
 
 import csv
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from dsv4lib import emulator
 from dsv4lib.bench.cpp_peers import __main__ as command
 from dsv4lib.bench.cpp_peers import build, cases
-from dsv4lib.bench.cpp_peers.build import BuildError, Checkout, Entry
+from dsv4lib.bench.cpp_peers.build import BuildError, Built, Checkout, Entry
 from dsv4lib.bench.cpp_peers.library import Library, PeerError
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.errors import BackendUnavailable
@@ -77,9 +78,71 @@ def test_a_missing_checkout_is_named(monkeypatch, tmp_path, small):
         small.checkout.root()
 
 
+def test_the_commit_is_of_the_checkout_alone(tmp_path, small):
+    def git(*command):
+        user = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", "-C", str(tmp_path), *user, *command], check=True, capture_output=True)
+
+    assert small.checkout.commit() == ""
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    first = small.checkout.commit()
+    assert len(first) == 9 and build.CUTLASS.commit() == ""  # a folder inside that clone
+    (tmp_path / "package" / "small.cuh").write_text("")
+    assert small.checkout.commit() == first + "+"
+
+
+def test_the_object_depends_on_compiler_and_cutlass(tmp_path, small, monkeypatch):
+    """With a stand-in for nvcc, which writes empty files."""
+    compiler = tmp_path / "nvcc"
+    text = """#!/bin/sh
+if [ "$1" = --version ]; then echo VERSION; exit; fi
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+: > peer.ptx
+"""
+
+    def built(version="one"):
+        compiler.write_text(text.replace("VERSION", version))
+        compiler.chmod(0o755)
+        return build.build(small).library
+
+    monkeypatch.setenv("DSV4_NVCC", str(compiler))
+    monkeypatch.setenv("DSV4_CACHE", str(tmp_path / "cache"))
+    first = built()
+    assert built() == first and built("two") != first
+    (tmp_path / "cutlass" / "include" / "cutlass" / "more.inl").write_text("int x;")
+    assert built() != first
+    with pytest.raises(BuildError, match="small does not load"):
+        monkeypatch.setattr("dsv4lib.bench.cpp_peers.library.binary.parsed", lambda text: None)
+        Library(small, Built(first, ""))
+    compiler.write_text("#!/bin/sh\nsleep 5\n")
+    monkeypatch.setattr(build, "LIMIT_S", 0.1)
+    with pytest.raises(BuildError, match=r"longer than 0.1 s"):
+        build.build(small)
+
+
+def test_a_case_that_fails_stops_no_other_and_is_not_recorded(tmp_path, monkeypatch, capsys):
+    names = ["fails", "wrong", "right"]
+
+    def row(name):
+        if name == "fails":
+            raise BuildError("nvcc says no")
+        said = {"problems": ["y: wrong"] if name == "wrong" else [], "texts": []}
+        return {**dict.fromkeys(command.COLUMNS, ""), "case": name, **said}
+
+    monkeypatch.setattr(command, "CASES", {name: name for name in names})
+    monkeypatch.setattr(command, "row", row)
+    monkeypatch.setattr(command, "TABLE", tmp_path / "table.csv")
+    assert command.main(["--record"]) == 1
+    assert "fails: nvcc says no" in capsys.readouterr().out
+    with command.TABLE.open() as file:
+        assert [one["case"] for one in csv.DictReader(file)] == ["right"]
+
+
 def test_words_are_those_of_the_fields():
     raw = build.words(("b", "f", "p"), {"f": 0.5, "b": -3, "p": 1 << 40})
-    assert raw == [2**64 - 3, 0x3FE0000000000000, 1 << 40]
+    assert raw == [2**64 - 3, 0x3FE0000000000000, 1 << 40, 0, 1, 0]
     with pytest.raises(BuildError, match="'q'"):
         build.words(("b",), {"b": 1, "q": 2})
 
@@ -116,6 +179,10 @@ def test_host_code_of_a_package_runs(small, tmp_path, monkeypatch):
         want[:4] += torch.tensor([0.0, 100.0, 0.0, 100.0])
         assert torch.equal(y, want) and len(gpu.launches) == 2 and not gpu.hazards
         assert [cases.short(one.request.kernel_name) for one in gpu.launches] == ["scale", "ranks_of"]
+        library({**values, "factor": 2, "twice": False})  # a whole number for a float
+        assert torch.equal(y[7:107], x * 2)
+        with pytest.raises(PeerError, match="small: a double for a field that is none"):
+            library({**values, "offset": 7.0})
         with pytest.raises(PeerError, match="small: factor must not be 0"):
             library({**values, "factor": 0.0})
         with pytest.raises(EmulatorError):

@@ -80,6 +80,7 @@ class Case:
         schedule: of the first run; another than round robin only for a kernel that is wrong under it.
         lints: kinds of lint that the kernel shows under some schedule; errors: kinds of error. Exactly these: what they
             come from is said in data/emulator/findings.md.
+        schedules: of the tests, with the race detector, of a case too slow for all of them (`run_case.SCHEDULES`).
         unstable: how results depend on the schedule: not at all (""), by the order of floating-point additions alone
             ("bits"), or some schedules give wrong results ("wrong").
     """
@@ -91,6 +92,7 @@ class Case:
     sm_count: int = 2
     slow: bool = False
     schedule: str = "round_robin"
+    schedules: tuple[str, ...] = ()
     lints: frozenset[str] = frozenset()
     errors: frozenset[str] = frozenset()
     unstable: str = ""

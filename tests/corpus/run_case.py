@@ -125,8 +125,11 @@ def digest(checks: list[Any]) -> str:
     return seen.hexdigest()[:16]
 
 
-def run_all(case: Any) -> dict[str, Any]:
+def run_all(case: Any, chosen: bool = False) -> dict[str, Any]:
     """`run` with the default checks, then with the race detector under every schedule of `SCHEDULES`.
+
+    Args:
+        chosen: under those of the case alone, if it names some.
 
     Returns:
         the row of the first run, and: race_hazards and race_lints (largest count by kind over the schedules), differ
@@ -137,9 +140,9 @@ def run_all(case: Any) -> dict[str, Any]:
 
     row = run(case)
     row.update(race_hazards={}, race_lints={}, differ=[], wrong=[])
-    for name, settings in SCHEDULES.items():
+    for name in case.schedules if chosen and case.schedules else SCHEDULES:
         try:
-            seen = run(case, checks="race", **settings)
+            seen = run(case, checks="race", **SCHEDULES[name])
         except EmulatorError as error:
             seen = {"bits": "", "failures": [str(error)], "hazards": {}, "lints": {}, "texts": [f"{name}: {error}"]}
         for group in ("hazards", "lints"):
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--checks", default="default")
     parser.add_argument("--arch", help="of the cases; default: that of the first name")
     parser.add_argument("--all", action="store_true", help="with the race detector and under every schedule too")
+    parser.add_argument("--chosen", action="store_true", help="with --all: under the schedules that a case names alone")
     options = parser.parse_args()
     known = {case.name: case for case in all_cases()}
     if unknown := set(options.names) - {*known, "-"}:
@@ -179,7 +183,7 @@ def main() -> None:
         case = known[name]
         try:
             if options.all:
-                row = run_all(case)
+                row = run_all(case, options.chosen)
             else:
                 settings = {"seed": options.seed, "checks": options.checks}
                 row = run(case, schedule=options.schedule or case.schedule, **settings)

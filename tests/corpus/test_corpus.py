@@ -37,7 +37,7 @@ def missing(case: Case) -> str | None:
 
 def run_cases(arch: str) -> list[str]:
     """The command that runs cases of an architecture by name."""
-    return [sys.executable, "-X", "faulthandler", str(HERE / "run_case.py"), "--all", "--arch", arch, "-"]
+    return [sys.executable, "-X", "faulthandler", str(HERE / "run_case.py"), "--all", "--chosen", "--arch", arch, "-"]
 
 
 class Elsewhere:
@@ -165,6 +165,23 @@ def test_a_case_that_takes_its_process_down_fails_alone(tmp_path: Path) -> None:
         assert made.row("e", "y")["process"] == other and len({first, second, made.row("f", "x")["process"]}) == 3
     finally:
         made.close()
+
+
+def test_a_case_may_choose_its_schedules_but_for_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def run(case: Case, checks: str = "default", schedule: str = "own", seed: int = 0) -> dict:
+        seen.append(f"{checks} {schedule} {seed}")
+        return {"bits": "", "failures": [], "hazards": {}, "lints": {}, "texts": []}
+
+    monkeypatch.setattr(run_case, "run", run)
+    case = Case("name", "module", list, schedules=("adversarial", "random 2"))
+    run_case.run_all(case, chosen=True)
+    assert seen == ["default own 0", "race adversarial 0", "race random 2"]
+    run_case.run_all(case)
+    assert len(seen) == 3 + 1 + len(run_case.SCHEDULES)
+    run_case.run_all(Case("name", "module", list), chosen=True)
+    assert len(seen) == 3 + 2 * (1 + len(run_case.SCHEDULES))
 
 
 def test_the_checks_see_a_wrong_lane() -> None:

@@ -2,7 +2,7 @@
 
 `--record` writes the rows to data/emulator/cpp_peers.csv. A case whose checkout, CUTLASS or nvcc is missing is said to
 be skipped, with the reason. Exit code 1 if a result is wrong or depends on the schedule, or if what is reported is not
-what the case says.
+what the case says, or a case does not compile; such cases are not recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsv4lib.bench.cpp_peers.build import CUTLASS
 from dsv4lib.bench.cpp_peers.cases import SCHEDULES, Case, run
 from dsv4lib.bench.peers.table import DATA
 from dsv4lib.emulator.errors import EmulatorError
-from dsv4lib.errors import BackendUnavailable
+from dsv4lib.errors import BackendUnavailable, DSV4Error
 
 TABLE = DATA.parent / "emulator" / "cpp_peers.csv"
 COLUMNS = (
@@ -133,12 +133,16 @@ def main(arguments: list[str] | None = None) -> int:
         except BackendUnavailable as error:
             print(f"{name}: skipped, {error}", flush=True)
             continue
+        except DSV4Error as error:
+            print(f"{name}: {error}", flush=True)
+            failed = True
+            continue
         print(f"{name}: {one['schedules']}; {one['rel_l2']}; {one['instructions']}", flush=True)
         print(f"    errors: {one['errors'] or 'none'}; lints: {one['lints'] or 'none'}")
         for text in [*one["problems"], *(one["texts"] if options.texts else [])]:
             print("    " + text.replace("\n", "\n    "), flush=True)
         failed |= bool(one["problems"])
-        rows.append(one)
+        rows += [] if one["problems"] else [one]
     if options.record and rows:
         record(rows)
     return int(failed)

@@ -1,8 +1,8 @@
 """Compile an entry point into a package's CUDA C++, host code and kernels, by nvcc.
 
 An `Entry` is a C++ expression with a record of parameters; `source` writes a file of a few lines around it, which
-includes the package's header and takes the record's fields as 64-bit words, in their order. A field that a checkout
-does not have is a compile error, never another field's value.
+includes the package's header and takes the record's fields as 64-bit words, in their order, and then for each whether
+its word is a double. A field that a checkout does not have is a compile error, never another field's value.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ FLAGS = (
 LIMIT_S = 1800
 _FRAME = """#include <cstring>
 #include <exception>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 %(includes)s
 
 namespace {
-template <class Field> void put(Field& field, unsigned long long word) {
+template <class Field> void put(Field& field, unsigned long long word, bool is_double) {
     if constexpr (std::is_floating_point_v<Field>) {
         double value;
         std::memcpy(&value, &word, sizeof value);
-        field = static_cast<Field>(value);
+        field = static_cast<Field>(is_double ? value : (double)(long long)word);
     } else {
+        if (is_double) throw std::invalid_argument("a double for a field that is none");
         field = (Field)word;
     }
 }
@@ -65,7 +67,7 @@ extern "C" const char* dsv4_run(const unsigned long long* words) {
 
 
 class BuildError(DSV4Error):
-    """A checkout that nvcc refuses; the message is the end of its output."""
+    """A checkout that cannot be compiled or loaded; nvcc's message is the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,18 @@ class Checkout:
         return root
 
     def commit(self) -> str:
-        """Return the commit of the checkout, "" if it is no clone."""
-        command = ["git", "-C", str(self.root()), "rev-parse", "--short=9", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        """Return the commit of the checkout, with "+" if files of it are changed; "" if it is no clone of its own."""
+        root = self.root()
+
+        def git(*command: str) -> str:
+            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, check=False)
+            return done.stdout.strip() if done.returncode == 0 else ""
+
+        top = git("rev-parse", "--show-toplevel")
+        if not top or Path(top).resolve() != root:  # a folder inside another repository
+            return ""
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=9", "HEAD") + ("+" if changed else "")
 
 
 CUTLASS = Checkout("CUTLASS", "DSV4_CUTLASS", ("include",))
@@ -126,7 +136,9 @@ class Entry:
     def source(self) -> str:
         """Write the file that is compiled."""
         includes = "\n".join([*(f'#include "{name}"' for name in self.includes), self.uses])
-        fields = "\n".join(f"        put(p.{name}, words[{i}]);" for i, name in enumerate(self.fields))
+        fields = "\n".join(
+            f"        put(p.{name}, words[{i}], words[{len(self.fields) + i}]);" for i, name in enumerate(self.fields)
+        )
         return _FRAME % {"includes": includes, "record": self.record, "fields": fields, "call": self.call}
 
 
@@ -158,13 +170,14 @@ def build(entry: Entry) -> Built:
 
     Raises:
         BackendUnavailable: no checkout, no nvcc.
-        BuildError: nvcc fails.
+        BuildError: nvcc fails, or takes longer than the limit.
     """
     compiler, root, cutlass = nvcc(), entry.checkout.root(), CUTLASS.root()
     folders = [*(root / folder for folder in entry.checkout.folders), cutlass / "include"]
     target = entry.arch.replace("sm", "compute")
     command = [*FLAGS, f"-gencode=arch={target},code={target}", *(f"-I{folder}" for folder in folders)]
-    key = _key(entry.source(), command, [root / folder for folder in entry.checkout.folders], cutlass)
+    version = _run([compiler, "--version"], root)
+    key = _key([entry.source(), version, *command], folders)
     cache = cache_root()
     if cache is None:
         kept = Path(tempfile.mkdtemp(prefix="dsv4-peers-"))
@@ -187,14 +200,13 @@ def _made(kept: Path, names: tuple[str, ...], make: Callable[[Path], None]) -> N
             os.replace(Path(scratch) / name, kept / name)
 
 
-def _key(source: str, command: list[str], folders: list[Path], cutlass: Path) -> str:
-    """Hash what the object depends on: headers of the package by content, CUTLASS by its version."""
-    seen = hashlib.sha256("\n".join([source, *command]).encode())
+def _key(texts: list[str], folders: list[Path]) -> str:
+    """Hash what the object depends on: headers of the package and of CUTLASS by content."""
+    seen = hashlib.sha256("\n".join(texts).encode())
     for folder in folders:
         for file in sorted(folder.rglob("*")):
-            if file.suffix in (".h", ".hpp", ".cuh", ".cu") and file.is_file():
+            if file.suffix in (".h", ".hpp", ".cuh", ".cu", ".inl") and file.is_file():
                 seen.update(file.read_bytes())
-    seen.update((cutlass / "include/cutlass/version.h").read_bytes())
     return seen.hexdigest()[:32]
 
 
@@ -220,14 +232,24 @@ def _link(compiler: str, compiled: Path, library: Path) -> None:
     _run([compiler, *shared, str(compiled), str(standing), "-o", str(library)], library.parent)
 
 
-def _run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+def _run(command: list[str], folder: Path) -> str:
+    """Run nvcc; returns what it prints."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"nvcc takes longer than {LIMIT_S:g} s") from error
+    except OSError as error:
+        raise BuildError(f"nvcc does not start: {error}") from error
     if done.returncode:
         raise BuildError((done.stderr + done.stdout)[-4000:])
+    return done.stdout
 
 
 def words(fields: tuple[str, ...], values: Mapping[str, int | float]) -> list[int]:
     """Lay out a record's values: whole numbers and addresses as they are, floats as the bits of a double.
+
+    Returns:
+        the words, and then for each whether it is a double: a floating-point field may be given a whole number.
 
     Raises:
         BuildError: a field without a value, or a value without a field.
@@ -240,4 +262,4 @@ def words(fields: tuple[str, ...], values: Mapping[str, int | float]) -> list[in
         value = values[name]
         bits = int.from_bytes(pack.pack(value), "little") if isinstance(value, float) else int(value)
         out.append(bits & 0xFFFFFFFFFFFFFFFF)
-    return out
+    return out + [int(isinstance(values[name], float)) for name in fields]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dsv4lib.bench.cpp_peers.build import Built, Entry, words
+from dsv4lib.bench.cpp_peers.build import BuildError, Built, Entry, words
 from dsv4lib.emulator.driver import binary, config, symbols
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.errors import DSV4Error
@@ -29,7 +29,10 @@ class Library:
 
     def __init__(self, entry: Entry, built: Built):
         self.entry, self.module = entry, binary.parsed(built.ptx)
-        self._library = ctypes.CDLL(str(built.library))
+        try:
+            self._library = ctypes.CDLL(str(built.library))
+        except OSError as error:
+            raise BuildError(f"{entry.checkout.name} does not load: {error}") from error
         self._error: BaseException | None = None
         self._launch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(self._launched)
         encoders = symbols.tensor_map_encoders()

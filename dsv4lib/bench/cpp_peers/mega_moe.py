@@ -46,7 +46,7 @@ class Sizes:
     @property
     def ring(self) -> int:
         """Rows of the buffers between the phases: every token at every expert of a rank."""
-        return MAX_TOKENS * self.ranks * min(EXPERTS // self.ranks, 4 // self.ranks)
+        return MAX_TOKENS * self.ranks * (EXPERTS // self.ranks)
 
     @property
     def sf_ring(self) -> int:

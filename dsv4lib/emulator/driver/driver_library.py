@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dsv4lib.emulator.driver import (
     libcuda,
     libcuda_contexts,
+    libcudart,
     libnvrtc,
     script_packages,
     shared_object,
@@ -38,6 +39,7 @@ def patched(folder: str) -> Iterator[None]:
         folder: private to this process; the library is written there.
     """
     RUNTIME.refused = None
+    libcudart.forget()
     before = dict.fromkeys(USERS, lambda: load(folder))
     try:
         with libcuda_contexts.fresh(), patches() as patch, script_packages.patched(), before_import(before):

@@ -9,7 +9,8 @@ A launch takes the sum of its parts, as if nothing overlapped, in cycles of a cl
 * memory: bytes of global memory, 32 a cycle and SM;
 * tensor cores: operations of wgmma and tcgen05.mma, 8192 a cycle and SM; mma.sync are instructions.
 
-To each a launch adds 2 us and an event 1 us: no time is zero. The same launch always takes the same time.
+To each a launch adds 2 us and an event 1 us: no time is zero. The same launch always takes the same time under the same
+schedule and seed.
 """
 
 from __future__ import annotations

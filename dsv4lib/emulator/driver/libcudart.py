@@ -11,6 +11,7 @@ of the package's own binary, of which there is no PTX. Source: CUDA runtime API 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ _NO_PTX = (
     "numbers) must be done on the CPU"
 )
 _LAST = [0]  # status that cudaGetLastError answers and forgets
+_BUS = re.compile(r"(?:[\da-fA-F]{1,8}:)?([\da-fA-F]{1,2}):[\da-fA-F]{1,2}(?:\.[0-7])?", re.ASCII)  # domain:bus:device
 _TWINS = """
     cudaDeviceCanAccessPeer cudaDeviceGetAttribute cudaDeviceGetDefaultMemPool cudaDeviceGetMemPool
     cudaDeviceGetPCIBusId cudaDeviceSetMemPool cudaDriverGetVersion cudaEventDestroy cudaEventElapsedTime
@@ -59,6 +61,11 @@ _OTHER_NAMES = {
     "cudaStreamCreateWithFlags": "cuStreamCreate",
     "cudaStreamCreateWithPriority": "cuStreamCreateWithPriority",
 }
+
+
+def forget() -> None:
+    """Begin without a failure: what a device before this one refused is none of its errors."""
+    _LAST[0] = 0
 
 
 def _remembered(status: int) -> int:
@@ -107,10 +114,10 @@ def set_device(device: int) -> None:
 @_entry("cudaDeviceGetByPCIBusId", P, ctypes.c_char_p)
 def by_bus(out: int, name: bytes) -> None:
     """Find a device by its address on the bus."""
-    numbers = [part for part in (name or b"").decode(errors="replace").split(":") if part]
-    if len(numbers) != 3 or not numbers[1].isalnum():
+    found = _BUS.fullmatch((name or b"").decode(errors="replace"))
+    if found is None:
         raise ArgumentError("pciBusId", name, "an address as cudaDeviceGetPCIBusId writes it")
-    put(out, I, RUNTIME.sibling(int(numbers[1], 16) - 1).index)
+    put(out, I, RUNTIME.sibling(int(found[1], 16) - 1).index)
 
 
 @_entry("cudaStreamCreate", P)
@@ -135,6 +142,9 @@ def _copy(target: int, source: int, nbytes: int, kind: int, *_stream: Any) -> No
 def _copy_rows(
     target: int, to_pitch: int, source: int, of_pitch: int, width: int, rows: int, kind: int, *_stream: Any
 ) -> None:
+    for name, pitch in (("dpitch", to_pitch), ("spitch", of_pitch)):
+        if pitch < width:
+            raise ArgumentError(name, pitch, f"at least the width, {width}")
     for row in range(rows):
         _copy(target + row * to_pitch, source + row * of_pitch, width, kind)
 
@@ -164,7 +174,7 @@ def pointer_attributes(out: int, address: int) -> None:
     found = unified.find(address)
     if found is None:
         made = PointerAttributes(0, -2, 0, address)
-    elif calls.is_pinned(address):
+    elif calls.is_pinned(found.allocation.start):
         made = PointerAttributes(HOST_MEMORY, found.ordinal, address, address)
     else:
         made = PointerAttributes(DEVICE_MEMORY, found.ordinal, address, 0)

@@ -4,7 +4,8 @@ A module that is linked with ``libcudart_static.a`` and not stripped has a symbo
 bytes of each are overwritten by a jump into a library of ours (`shared_object`), whose table leads to the callbacks,
 and when Python ends to a function that succeeds. Nothing is written to the file; no other process is touched.
 
-Source: System V ABI ("Symbol Table"), mprotect(2), dl_iterate_phdr(3).
+On x86-64 alone: elsewhere the caches of instructions would have to be flushed after code is overwritten.
+Source: System V ABI ("Symbol Table"), mprotect(2), proc_pid_maps(5).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dsv4lib.errors import BackendUnavailable
 SONAME = "libdsv4cudart.so"
 SYMTAB, FUNCTION = 2, 2  # kinds of sections and of symbols
 _PUBLIC = re.compile(r"cuda[A-Z]\w*")
-_JUMPS = {"x86_64": b"\xff\x25\0\0\0\0", "aarch64": struct.pack("<II", 0x58000050, 0xD61F0200)}  # to the next 8 bytes
+_MACHINE, _JUMP = "x86_64", b"\xff\x25\0\0\0\0"  # a jump to where the next 8 bytes say
 _LIBRARY: dict[str, ctypes.CDLL] = {}
 _CALLBACKS: dict[str, object] = {}
 
@@ -62,22 +63,24 @@ def lead(module: ModuleType, folder: str) -> None:
     """Lead every runtime function in a module's file to ours.
 
     Raises:
-        BackendUnavailable: a machine for which we know no jump, a file without symbols.
+        BackendUnavailable: another machine than x86-64, a file without symbols.
         LaunchError: a function that is too short for a jump.
     """
     machine = platform.machine()
-    if machine not in _JUMPS:
-        raise BackendUnavailable(f"a CUDA runtime inside {module.__name__} needs {' or '.join(_JUMPS)}, not {machine}")
+    if machine != _MACHINE:
+        raise BackendUnavailable(
+            f"a CUDA runtime inside {module.__name__} needs {_MACHINE}: of {machine} no caches of instructions are "
+            "flushed after code is overwritten"
+        )
     path = Path(module.__file__ or "").resolve()
     found = list(functions(path.read_bytes()))
     if not found:
         return
     base, library = _base(path), _library(folder, [name for name, _, _ in found])
-    jump = _JUMPS[machine]
     for name, address, nbytes in found:
-        if nbytes < len(jump) + 8:
+        if nbytes < len(_JUMP) + 8:
             raise LaunchError(f"{name} in {path.name} has {nbytes} bytes: too short for a jump")
-        _write(base + address, jump + struct.pack("<Q", shared_object.address_of(library, name)))
+        _write(base + address, _JUMP + struct.pack("<Q", shared_object.address_of(library, name)))
 
 
 def _library(folder: str, wanted: list[str]) -> ctypes.CDLL:

@@ -8,7 +8,10 @@ processes, which know nothing of the device; and indexing of fake tensors, which
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +26,31 @@ COMPILER = "torch._inductor.compile_fx"
 _LIBRARY = str(Path(torch.__file__).parent / "lib" / "libc10.so")
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _CPU, _CUDA, _DEVICE_TYPES = 0, 1, 2
+_SWITCH = "TORCHDYNAMO_DISABLE"
+_SAID: list[bool] = []
+
+
+def told(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``torch.compile``: the first call by a script, while it is off, writes a line to standard error.
+
+    Calls by packages, which decorate functions with it, write nothing.
+    """
+
+    @functools.wraps(original)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        if not _SAID and sys._getframe(1).f_globals.get("__name__") == "__main__" and _disabled():
+            _SAID.append(True)
+            said = "torch.compile is off, its functions run eagerly on the CPU"
+            print(f"dsv4: {said}; {_SWITCH}=0 compiles them for the emulated device", file=sys.stderr)
+        return original(*args, **kwargs)
+
+    return compile
+
+
+def _disabled() -> bool:
+    """Whether Dynamo does nothing; it reads its switch when it is imported."""
+    config = sys.modules.get("torch._dynamo.config")
+    return os.environ.get(_SWITCH) == "1" if config is None else bool(config.disable)
 
 
 def lead(patch: Patches, mode: Any, module: ModuleType) -> None:

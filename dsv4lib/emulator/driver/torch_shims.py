@@ -33,7 +33,6 @@ from dsv4lib.emulator.errors import LaunchError
 
 ALIGNMENT = 256
 HOST = -1  # the side of host memory; other sides are device numbers
-_FAKE_CUDA = "emulated_cuda"  # attribute of fake tensors, which have no storage to keep books on
 # What a graph may contain: asking about tensors, viewing and allocating them. Anything else is work to be replayed.
 _CAPTURABLE = frozenset(
     "__get__ __dlpack__ __dlpack_device__ __len__ data_ptr stride size dim numel element_size storage_offset "
@@ -283,12 +282,17 @@ def _get_device(mode: CudaMode, tensor: torch.Tensor) -> int:
 
 
 def _from_data(mode: CudaMode, data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    """``torch.tensor``, which reads its data on the host, also where it makes a fake tensor of a CUDA device."""
+    """``torch.tensor``, which reads its data on the host, also where it makes a fake tensor of a CUDA device.
+
+    A copy of a tensor is where the tensor is, if no device is named.
+    """
     fakes = _fakes() and is_cuda(device)
     wanted = mode._take_device(named := {"device": device})
     kwargs.pop("pin_memory", None)
     made = torch.tensor(data, device="cpu" if fakes else named["device"], **kwargs)
-    return torch.empty(made.shape, dtype=made.dtype, device=device) if fakes else mode._place(made, [], wanted)
+    if fakes:
+        return torch.empty(made.shape, dtype=made.dtype, device=device, requires_grad=made.requires_grad)
+    return mode._place(made, [data] if isinstance(data, torch.Tensor) else [], wanted)
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -341,6 +345,7 @@ def patched(default: str) -> Iterator[None]:
         patch.around(torch, "_scaled_mm", scaled_mm)
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
         patch.around(torch.autograd, "_engine_run_backward", functools.partial(_backward, mode))
+        patch.set(torch, "compile", torch_compile.told(torch.compile))
         try:
             compiler = {
                 torch_compile.COMPILER: functools.partial(torch_compile.lead, patch, mode),

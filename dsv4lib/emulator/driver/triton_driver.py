@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from dsv4lib.emulator.driver import binary, config, cubin, emulated_time, modules
-from dsv4lib.emulator.driver.cuda_api import timed
+from dsv4lib.emulator.driver.cuda_api import NO_TIME, timed
 from dsv4lib.emulator.driver.on_import import when_imported
 from dsv4lib.emulator.driver.patching import Patches, patches
 from dsv4lib.emulator.driver.symbols import MAX_DYNAMIC_SMEM, RUNTIME, run_kernel
@@ -65,11 +65,12 @@ def _drive(patch: Patches, module: ModuleType) -> None:
 
 
 def _measure(patch: Patches, module: ModuleType) -> None:
-    """Answer benchmarks with the emulated time of one call."""
+    """Answer benchmarks with the emulated time of one call, NaN in a group."""
 
     def bench(function: Callable[[], Any], *args: Any, quantiles: Any = None, **options: Any) -> Any:
         emulated_time.say()
         time = timed(function)
+        time = time if RUNTIME.device().group is None else NO_TIME
         several = quantiles is not None and len(quantiles) != 1
         if quantiles is None and options.get("return_mode") == "all":
             return [time]

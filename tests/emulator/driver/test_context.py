@@ -304,6 +304,22 @@ def test_tensors_that_name_no_device_are_on_the_device_by_default():
         assert "gmem" in str(from_dlpack(early))
 
 
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+def test_a_tensor_made_of_a_tensor_is_where_that_is(default):
+    with emulator.device("sm_100a"):
+        torch.set_default_device(default)
+        for device in ("cpu", "cuda"):
+            made = torch.tensor(torch.ones(3, device=device))
+            assert made.device.type == device and torch.tensor([made.sum()]).device.type == default
+            assert torch.tensor(made, device="cpu").device.type == "cpu"
+
+
+def test_a_fake_tensor_requires_its_gradient():
+    with emulator.device("sm_100a"), torch._subclasses.FakeTensorMode():
+        made = torch.tensor([1.0, 2.0], device="cuda", requires_grad=True)
+        assert made.requires_grad and made.is_cuda and not torch.tensor([1.0], device="cuda").requires_grad
+
+
 def test_without_the_dsl_and_the_bindings_torch_finds_the_device(monkeypatch):
     """As in an environment with torch and Triton alone."""
     for module in (device, cuda_api):

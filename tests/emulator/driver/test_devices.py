@@ -455,6 +455,7 @@ def test_torch_tensors_are_on_their_device():
         assert torch.cuda.device_count() == 2 and torch.cuda.current_device() == 0
         a = torch.zeros(4, device="cuda:1")
         assert str(a.device) == "cuda:1" and str((a + 1).device) == "cuda:1" and a.get_device() == 1
+        assert str(torch.tensor(a).device) == "cuda:1"
         assert str(torch.zeros(4, device="cuda").device) == "cuda:0"
         with torch.cuda.device(1):
             assert torch.cuda.current_device() == 1 and str(torch.ones(2, device="cuda").device) == "cuda:1"

@@ -1,8 +1,10 @@
-"""Scripts of CuPy, helion, Gluon and torch.compile, each with a mistake and without; the runtime inside a module."""
+"""Scripts of CuPy, helion, Gluon and torch.compile, most with a mistake, too; the runtime inside a module."""
 
 import ctypes
 import importlib.util
+import os
 import struct
+import sys
 from collections import Counter
 
 import pytest
@@ -10,13 +12,14 @@ import pytest
 pytest.importorskip("cutlass.cute")
 
 from dsv4lib import emulator
-from dsv4lib.emulator.driver import emulated_time, libcudart, static_runtime
+from dsv4lib.emulator.driver import emulated_time, libcudart, static_runtime, torch_compile
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
 from dsv4lib.emulator.machine.request import LaunchResult
 from dsv4lib.emulator.sanitize import command
 from dsv4lib.emulator.sanitize.command import Wish
-from dsv4lib.errors import BackendUnavailable
+from dsv4lib.errors import ArgumentError, BackendUnavailable
+from tests.cases import cases
 
 INVALID, NOT_SUPPORTED = 1, 801
 
@@ -28,7 +31,8 @@ def needs(name):
 
 def sanitized(tmp_path, capfd, text, arch="sm_90a"):
     script = tmp_path / "given.py"
-    script.write_text(text)
+    site = os.environ.get("DSV4_CORPUS_SITE")  # the script's process knows the lab's packages alone
+    script.write_text(f"import site; site.addsitedir({site!r}); {text}" if site else text)
     code = command.run(Wish("dsv4 sanitize", str(script), [], arch, {"checks": "sanitize"}))
     return code, *capfd.readouterr()
 
@@ -54,15 +58,16 @@ ENDING
 CUB = (
     "for set_them in cp._core.set_reduction_accelerators, cp._core.set_routine_accelerators: set_them(['cub'])\nx.sum()"
 )
+PAST = "module.get_function('turn')((1,), (128,), (x[:50], y, np.int32(101)))"
 
 
 @pytest.mark.parametrize(
     ("barrier", "ending", "code", "said"),
     [
-        ("__syncthreads();", "", 0, ""),
+        pytest.param("__syncthreads();", "", 0, "", marks=pytest.mark.full),
         ("", "", 90, "ERROR race_shared"),
         ("__syncthreads();", CUB, 91, "package's own binary"),
-        ("__syncthreads();", "module.get_function('turn')((1,), (128,), (x[:50], y, np.int32(101)))", 91, "load of"),
+        pytest.param("__syncthreads();", PAST, 91, "load of", marks=pytest.mark.full),
     ],
     ids=["right", "no barrier", "a kernel of CUB", "past the end"],
 )
@@ -89,7 +94,8 @@ print("sum", sums(x).item())
 
 
 @pytest.mark.parametrize(
-    ("add", "code"), [("hl.atomic_add(out, [0], x[tile].sum())", 0), ("out[0] = out[0] + x[tile].sum()", 90)]
+    ("add", "code"),
+    cases(("out[0] = out[0] + x[tile].sum()", 90), full=[("hl.atomic_add(out, [0], x[tile].sum())", 0)]),
 )
 def test_a_script_of_helion(tmp_path, capfd, add, code):
     needs("helion")
@@ -128,7 +134,7 @@ print("equal", torch.equal(y, 2 * x))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.full)])
-@pytest.mark.parametrize(("wait", "code"), [("mbarrier.wait(full, 0)", 0), ("pass", 90)])
+@pytest.mark.parametrize(("wait", "code"), cases(("pass", 90), full=[("mbarrier.wait(full, 0)", 0)]))
 def test_a_script_of_gluon(tmp_path, capfd, arch, wait, code):
     needs("triton")
     text = GLUON.replace("WAIT", wait)
@@ -156,11 +162,38 @@ print("fused", len(launches), launches[0].request.kernel_name)
 """
 
 
+@pytest.mark.full
 def test_a_script_of_torch_compile(tmp_path, capfd, monkeypatch):
     needs("triton")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     code, printed, error = sanitized(tmp_path, capfd, COMPILED)
-    assert code == 0 and "fused" in printed and "gelu" in printed, error
+    assert code == 0 and "fused" in printed and "gelu" in printed and "is off" not in error, error
+
+
+EAGER = """
+import torch
+
+double = torch.compile(lambda x: 2 * x)
+print("out", torch.compile(double)(torch.arange(3, device="cuda")).tolist())
+"""
+
+
+@pytest.mark.full  # torch's compiler takes seconds to load
+def test_a_script_is_told_that_torch_compile_is_off(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    code, printed, error = sanitized(tmp_path, capfd, EAGER)
+    assert code == 0 and "out [0, 2, 4]" in printed, error
+    assert error.count("torch.compile is off") == 1, error
+
+
+@pytest.mark.parametrize(("switch", "name", "times"), [("1", "__main__", 1), ("0", "__main__", 0), ("1", "package", 0)])
+def test_scripts_are_told_once_that_torch_compile_is_off_packages_never(monkeypatch, capfd, switch, name, times):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", switch)
+    monkeypatch.delitem(sys.modules, "torch._dynamo.config", raising=False)
+    monkeypatch.setattr(torch_compile, "_SAID", [])
+    scope = {"compile": torch_compile.told(lambda function: function), "__name__": name}
+    exec("assert compile(compile)(max) is max", scope)
+    assert capfd.readouterr().err.count("torch.compile is off") == times
 
 
 def elf(symbols):
@@ -187,6 +220,12 @@ def test_the_runtime_inside_a_module_is_found_by_its_symbols():
         list(static_runtime.functions(b"MZ" + bytes(64)))
 
 
+def test_another_machine_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(static_runtime.platform, "machine", lambda: "aarch64")
+    with pytest.raises(BackendUnavailable, match=r"inside ctypes needs x86_64: of aarch64 no caches of instructions"):
+        static_runtime.lead(ctypes, str(tmp_path))
+
+
 def call(name, *args):
     return libcudart.ENTRIES[name](*args)
 
@@ -208,11 +247,15 @@ def test_functions_of_the_runtime():
         assert call("cudaMemcpy2D", ctypes.addressof(back), 8, there, 16, 8, 4, libcudart.DEVICE_TO_HOST) == 0
         assert back.raw[:32] == b"".join(bytes(range(i, i + 8)) for i in (0, 16, 32, 48))
         assert gpu.gmem.view(there, 64)[59:].tolist() == [59, 255, 255, 255, 255]
-        kinds = [libcudart.PointerAttributes() for _ in range(3)]
+        for pitches in ((7, 16), (8, 7)):
+            assert call("cudaMemcpy2D", ctypes.addressof(back), pitches[0], there, pitches[1], 8, 4, 2) == INVALID
+            assert "pitch" in str(RUNTIME.refused) and "at least the width, 8" in str(RUNTIME.refused)
+            RUNTIME.refused = None
+        kinds = [libcudart.PointerAttributes() for _ in range(4)]
         pinned = out("cudaHostAlloc", 16, 0)
-        for made, address in zip(kinds, (there, pinned, ctypes.addressof(data)), strict=True):
+        for made, address in zip(kinds, (there, pinned, pinned + 15, ctypes.addressof(data)), strict=True):
             assert call("cudaPointerGetAttributes", ctypes.addressof(made), address) == 0
-        assert [made.type for made in kinds] == [libcudart.DEVICE_MEMORY, libcudart.HOST_MEMORY, 0]
+        assert [made.type for made in kinds] == [libcudart.DEVICE_MEMORY, *[libcudart.HOST_MEMORY] * 2, 0]
         for target, count in ((there, 65), (ctypes.addressof(back), 8)):  # past the end; no device memory
             assert call("cudaMemcpy", target, ctypes.addressof(data), count, libcudart.HOST_TO_DEVICE) != 0
             RUNTIME.refused = None
@@ -220,6 +263,24 @@ def test_functions_of_the_runtime():
         assert call("cudaMemcpy", there, there, 8, 9) == INVALID and "cudaMemcpyKind" in str(RUNTIME.refused)
         assert ctypes.string_at(call("cudaGetErrorName", INVALID)) == b"cudaErrorInvalidValue"
         assert call("cudaFree", there) == 0 and call("cudaFree", there) == INVALID
+        RUNTIME.refused = None
+
+
+def test_a_failure_is_not_remembered_beyond_its_device():
+    with emulator.device("sm_90a"):
+        assert call("cudaFree", 64) == call("cudaPeekAtLastError") == INVALID
+        RUNTIME.refused = None
+    with emulator.device("sm_90a"):
+        assert call("cudaGetLastError") == 0
+
+
+@pytest.mark.parametrize("name", [b"0000:zz:00.0", b"", b"0:1:2:3", b"0000:-1:00.0", b"0000:00:00.0", b"0000:02:00.0"])
+def test_a_device_is_found_by_its_address_on_the_bus(name):
+    with emulator.device("sm_90a"):
+        assert out("cudaDeviceGetByPCIBusId", b"0000:01:00.0", kind=ctypes.c_int) == 0
+        found = ctypes.c_int(7)
+        assert call("cudaDeviceGetByPCIBusId", ctypes.addressof(found), name) != 0 and found.value == 7
+        assert isinstance(RUNTIME.refused, ArgumentError | LaunchError), RUNTIME.refused
         RUNTIME.refused = None
 
 

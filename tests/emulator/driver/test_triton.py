@@ -126,6 +126,13 @@ def test_benchmarks_call_once_and_answer_emulated_time(gpu):
     assert bench(scaled) > nothing + emulated_time.LAUNCH_MS
 
 
+@pytest.mark.filterwarnings("ignore:times of the emulator")
+def test_benchmarks_in_a_group_have_no_time():
+    with emulator.devices(2, "sm_90a"):
+        assert math.isnan(triton.testing.do_bench(lambda: None))
+        assert all(map(math.isnan, triton.testing.do_bench(lambda: None, quantiles=[0.2, 0.8])))
+
+
 def test_what_is_refused(gpu):
     x = torch.zeros(64, device="cpu")
     with pytest.raises(ValueError, match="cpu tensor"):
