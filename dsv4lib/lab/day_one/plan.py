@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def steps(arch: str, only: Iterable[str] = ()) -> list[Step]:
     """
     if arch not in SETS:
         raise ArgumentError("arch", arch, ", ".join(SETS))
-    found = [*_probes(arch), *_stages(arch), *_times(), _counters()]
+    found = [*_probes(arch), *_stages(arch), *_times(arch), _counters()]
     return chosen(found, list(only))
 
 
@@ -127,16 +128,28 @@ def _left_out(one: Stage, arch: str) -> str:
     return ""
 
 
-def _times() -> list[Step]:
+def _times(arch: str) -> list[Step]:
     from dsv4lib.bench.ops import modules
 
     found = []
-    for op in sorted(modules.known()):
+    for op, place in sorted(modules.known().items()):
+        name, about = f"time.{op}", f"times of {op} on this GPU, beside floors"
+        if (archs := _archs_of(place)) and arch not in archs:
+            reason = f"its kernels are for {' and '.join(archs)}"
+            found.append(Step(name, "command", about, 0.0, 0.0, skipped=reason))
+            continue
         options = (f"--only={op}", "--providers=none", f"--ahead={AHEAD}", f"--record={OUT}")
         command = (sys.executable, "-m", "dsv4lib.bench.ops.harness", *options)
-        about = f"times of {op} on this GPU, beside floors"
-        found.append(Step(f"time.{op}", "command", about, OP_S, OP_LIMIT_S, command=command))
+        found.append(Step(name, "command", about, OP_S, OP_LIMIT_S, command=command))
     return found
+
+
+def _archs_of(place: str) -> tuple[str, ...]:
+    """List the architectures that the op beside a bench module names; () if it names none, or the DSL is missing."""
+    try:
+        return getattr(importlib.import_module(f"{place.rpartition('.')[0]}.op"), "ARCHS", ())
+    except ImportError:
+        return ()
 
 
 def _counters() -> Step:

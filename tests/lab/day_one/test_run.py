@@ -110,6 +110,12 @@ def test_a_stage_without_the_set_is_a_skipped_step(monkeypatch: pytest.MonkeyPat
     assert step.command and not step.skipped
 
 
+def test_an_op_without_kernels_for_the_gpu_is_skipped() -> None:
+    skipped = {arch: {s.name: s.skipped for s in plan.steps(arch) if s.name.startswith("time.")} for arch in plan.SETS}
+    assert skipped["sm_90a"]["time.mega_moe"].startswith("its kernels are for sm_100a")
+    assert not skipped["sm_100a"]["time.mega_moe"] and not skipped["sm_90a"]["time.mla_decode"]
+
+
 def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
     code, said = dsv4("--plan", "--arch=sm_100a", f"--out={tmp_path}", "--only=form.*")
     assert code == 0 and "an estimate; no such GPU has run it yet" in said

@@ -58,6 +58,18 @@ def test_splits_join_to_the_whole(splits):
     assert outcome.right and outcome.hazards == [], outcome.findings()
 
 
+@pytest.mark.full
+def test_what_is_asked_for_early_is_not_asked_for_twice():
+    """Lists as long as they can be: every early index is one that is needed, and a thread without keys loads none."""
+    one = paged(case(64, [256], [128], top_k=256), 64)
+    options = {"sink": False, "partial": True}
+    early, late = (
+        run({**options, "early": given}, one, splits=3, checks="race,counters").result.stats["global_sectors"]
+        for given in (True, False)
+    )
+    assert early == late > 0
+
+
 def test_every_schedule_gives_the_same_bits():
     one = paged(case(64, [140], [33]), 48)
     outcomes = [run({}, one, schedule=schedule) for schedule in SCHEDULES]
