@@ -30,7 +30,7 @@ from dsv4lib.errors import BackendUnavailable
 from dsv4lib.formats import fp8_block, indexer_key, kv_entry, mxfp4
 from dsv4lib.layers.experts import Experts, ExpertStack, Fp8Expert, Weights
 from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
-from dsv4lib.ops.indexer_logits.op import KeyPages, Visible, indexer_logits
+from dsv4lib.ops.indexer_logits.op import LAYOUTS, KeyPages, Visible, indexer_logits
 from dsv4lib.ops.indexer_q.op import IndexerQueries
 from dsv4lib.ops.linear.op import linear
 from dsv4lib.ops.moe_combine.op import moe_combine
@@ -334,7 +334,7 @@ def attention(kind: LayerKind, context: int, tokens: int) -> Row:
 def logits(context: int, tokens: int, variant: str = "fp8") -> Row:
     """Score all keys of a CSA layer's indexer, one token a request; "fp4" is what no peer has on a Hopper."""
     heads, dim, length = FLASH.index_heads, FLASH.index_dim, context // FLASH.csa_rate
-    pages, layout = -(-length // PAGE), indexer_key.FP8_LAYOUT if variant == "fp8" else indexer_key.FP4_LAYOUT
+    pages, layout = -(-length // PAGE), LAYOUTS[variant]
 
     def given(generator: torch.Generator) -> Given:
         device = generator.device
