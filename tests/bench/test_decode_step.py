@@ -20,6 +20,7 @@ from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.formats import kv_entry, mxfp4
 from dsv4lib.lab.commands import benches
 from dsv4lib.pages.common import peers as peer_pages
+from dsv4lib.pages.decode_step import run_case, summary
 from dsv4lib.pages.hopper import step_table
 
 TOKENS = 3
@@ -376,6 +377,11 @@ def test_the_readme_shows_what_was_recorded():
     steps = step_table.load_whole()
     assert {row["batch"] for row in steps} <= {str(batch) for batch in step.BATCHES} and steps
     assert written == step_table.table(recorded, steps), "python -m dsv4lib.pages.hopper.step_table writes it"
+    first = peer_pages.written(step_table.README, summary.MODULE)
+    made = summary.table(run_case.recorded(), run_case.whole_steps())
+    assert first == made, "python -m dsv4lib.pages.decode_step.summary writes it"
+    text = step_table.README.read_text()
+    assert text.index(summary.MODULE) < text.index("| --- |")  # before every other table
     line = {"ours": TIMED, "ours_us": "3", "ours_count": "43", "floor_us": "1", "count": "86"}
     assert step_table.milliseconds([line, line]) == "0.258 / 0.172"
     assert step_table.milliseconds([line, line | {"ours": table.NO_KERNEL}]) == "0.129 / 0.086 (1 of 2)"

@@ -36,8 +36,10 @@ def experts() -> Provider:
 
 
 def _flash_mla(given: Given) -> peers.Bound:
+    module = fmha_peers.flash_mla()
     entries = (given["entries"], _padded(given["rows"])) if "entries" in given else None
-    return fmha_peers.sparse_decode(given["q"], (given["window"], given["window_rows"]), entries, given["sink"])
+    window = given["window"], given["window_rows"]
+    return fmha_peers.sparse_decode(module, given["q"], window, entries, given["sink"])
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -56,9 +58,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _triton_kernels(given: Given) -> peers.Bound:
+    ogs = _module("matmul_ogs")
     if peers.capability() != 90:
         raise Absent("it is compared on sm_90")
-    ogs = _module("matmul_ogs")
     _module("matmul_ogs_details.opt_flags").update_opt_flags_constraints({"split_k": 1})  # as vLLM does on a Hopper
     from dsv4lib.bench.decode_step.triton_swiglu import clamped_swiglu
 

@@ -5,6 +5,8 @@ Its sparse prefill reads keys in bf16, which engines make of pages before; makin
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from dsv4lib.bench.ops import peers
@@ -25,9 +27,7 @@ def prefill_providers() -> tuple[Provider, ...]:
 
 
 def _flash_mla_prefill(given: Given) -> peers.Bound:
-    module = peers.load("vllm.third_party.flashmla.flash_mla_interface")
-    if peers.capability() != 90:
-        raise Absent("it is compared on sm_90")
+    module = flash_mla()
     if not hasattr(module, "flash_mla_sparse_fwd"):
         raise Absent("this vllm has no flash_mla_sparse_fwd")
     pages = given["pages"]
@@ -45,17 +45,13 @@ def _flash_mla_prefill(given: Given) -> peers.Bound:
 
 
 def _flash_mla(given: Given) -> peers.Bound:
-    index = given["index"]
+    module, index = flash_mla(), given["index"]
     entries = None if index is None else (given["pages"], index)
-    return sparse_decode(given["q"], (given["pages"], given["window"]), entries, given["sink"])
+    return sparse_decode(module, given["q"], (given["pages"], given["window"]), entries, given["sink"])
 
 
-def sparse_decode(q: torch.Tensor, window: Slots, entries: Slots | None, sink: torch.Tensor) -> peers.Bound:
-    """Bind FlashMLA's sparse decode. Its schedule is made here, before the time.
-
-    Args:
-        q: bf16 [T, h, 512]. window, entries: (pages uint8 [P, bytes], slots int32 [T, n], -1 for none), n a multiple of
-            64. sink: fp32 [h].
+def flash_mla() -> ModuleType:
+    """Return its interface.
 
     Raises:
         Absent: FlashMLA is not installed, or the GPU is no Hopper.
@@ -63,6 +59,18 @@ def sparse_decode(q: torch.Tensor, window: Slots, entries: Slots | None, sink: t
     module = peers.load("vllm.third_party.flashmla.flash_mla_interface")
     if peers.capability() != 90:
         raise Absent("it is compared on sm_90")
+    return module
+
+
+def sparse_decode(
+    module: ModuleType, q: torch.Tensor, window: Slots, entries: Slots | None, sink: torch.Tensor
+) -> peers.Bound:
+    """Bind FlashMLA's sparse decode. Its schedule is made here, before the time.
+
+    Args:
+        module: `flash_mla`. q: bf16 [T, h, 512]. window, entries: (pages uint8 [P, bytes], slots int32 [T, n], -1 for
+            none), n a multiple of 64. sink: fp32 [h].
+    """
     extra = {}
     if entries is not None:
         extra = {"extra_k_cache": _paged(entries[0]), "extra_indices_in_kvcache": entries[1][:, None]}
