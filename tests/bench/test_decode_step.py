@@ -1,6 +1,7 @@
 """The bench of a decode step without a GPU: floors, counts, rows that are right and wrong, sums, what is stored."""
 
 import csv
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,13 +11,16 @@ import torch
 
 from dsv4lib import backends
 from dsv4lib.bench.decode_step import lines as step
+from dsv4lib.bench.decode_step import peers as step_peers
 from dsv4lib.bench.decode_step import rows, run, table
 from dsv4lib.bench.ops import harness
 from dsv4lib.bench.ops.results import ABSENT, FAILED, OURS, TIMED, WRONG, Found, Result
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib.formats import kv_entry, mxfp4
 from dsv4lib.lab.commands import benches
 from dsv4lib.pages.common import peers as peer_pages
+from dsv4lib.pages.decode_step import run_case, summary
 from dsv4lib.pages.hopper import step_table
 
 TOKENS = 3
@@ -162,8 +166,104 @@ def test_an_op_without_a_kernel_here_is_absent(monkeypatch):
     """No GPU, no native kernel: the op's own words, and "no kernel" in the table; nothing is timed for it."""
     monkeypatch.setattr(rows, "FLASH", SMALL)
     found = harness.measure(rows.attention(LayerKind.SWA, 512, TOKENS), None, "cpu")
-    (ours,) = found.found
+    ours, theirs = found.found
+    assert (theirs.provider, theirs.state, theirs.detail) == ("FlashMLA", ABSENT, "package vllm is not installed")
     assert ours.state == ABSENT and ours.detail.startswith("op fmha: back end native cannot run here")
+
+
+@pytest.mark.parametrize("kind", [LayerKind.SWA, LayerKind.CSA, LayerKind.HCA])
+def test_flash_mla_reads_our_pages(kind, monkeypatch):
+    """Its call over a stand-in of its arithmetic: pages as entries of 584 bytes, slots, lists filled up with -1."""
+
+    def attend(q, cache, table, lengths, width, schedule, *, indices, attn_sink, softmax_scale, **options):
+        assert table is lengths is None and schedule == "plan" and options.pop("is_fp8_kvcache")
+        lists = [(cache, indices)]
+        if options:
+            lists.append((options.pop("extra_k_cache"), options.pop("extra_indices_in_kvcache")))
+        assert not options and all(index.shape[2] % 64 == 0 for _, index in lists)
+        out = torch.empty(len(q), 1, *q.shape[2:], dtype=q.dtype)
+        for t in range(len(q)):
+            keys = torch.cat([_entries(pages, index[t, 0]) for pages, index in lists]).double()
+            scores = q[t, 0].double() @ keys.T * softmax_scale
+            every = torch.cat((scores, attn_sink.double()[:, None]), 1).softmax(1)
+            out[t, 0] = (every[:, :-1] @ keys).to(q.dtype)
+        return out, None
+
+    module = SimpleNamespace(get_mla_metadata=lambda: ("plan", None), flash_mla_with_kvcache=attend)
+    for name, stand_in in (("load", lambda name: module), ("capability", lambda: 90)):
+        monkeypatch.setattr(rows.peers, name, stand_in)
+    monkeypatch.setattr(rows, "FLASH", SMALL)
+    row = MADE[str(kind)]()
+    given = harness.inputs(row, "cpu")
+    call, out = row.providers[1].bind(given)
+    call()
+    row.check(given, out)
+
+
+def _entries(pages, slots):
+    """Decode entries of pages as FlashMLA addresses them; a slot of -1 is none."""
+    count, page, one, size = pages.shape
+    assert (one, size) == (1, kv_entry.LAYOUT.entry_bytes) and pages.stride()[1:3] == (size, size)
+    flat = torch.as_strided(pages, (count, pages.stride(0)), (pages.stride(0), 1))  # padding behind the entries, too
+    return kv_entry.gather(flat, page, slots[slots >= 0].long())[0]
+
+
+def test_triton_kernels_gets_our_experts(monkeypatch):
+    """Its calls over stand-ins of its arithmetic: routes by expert, weights with K before N, gates beside values."""
+    monkeypatch.setattr(rows, "FLASH", SMALL)
+    monkeypatch.setattr(step_peers, "FLASH", SMALL)
+    monkeypatch.setattr(rows.peers, "capability", lambda: 90)
+    monkeypatch.setattr(step_peers, "_module", _triton_kernels)
+    monkeypatch.setitem(sys.modules, "dsv4lib.bench.decode_step.triton_swiglu", SimpleNamespace(clamped_swiglu="ours"))
+    row = MADE["routed_moe"]()
+    given = harness.inputs(row, "cpu")
+    call, out = row.providers[1].bind(given)
+    call()
+    row.check(given, out)
+
+
+def _triton_kernels(name):
+    """Stand-ins of what is used of triton_kernels: the order of its arguments, fp64 arithmetic."""
+    if name == "matmul_ogs":
+        plain = {word: SimpleNamespace for word in ("PrecisionConfig",)}
+        specs = lambda *given: given  # noqa: E731
+        return SimpleNamespace(matmul_ogs=_ragged, FnSpecs=specs, FusedActivation=specs, **plain)
+    if name == "routing":
+        data = SimpleNamespace
+        routes = lambda weights, counts, n, k, expert_data: data(gate_scal=weights, counts=counts, k=k)  # noqa: E731
+        pair = lambda src, dst: data(src=src, dst=dst)  # noqa: E731
+        blocks = lambda counts, n, rows: None  # noqa: E731
+        return data(RoutingData=routes, GatherIndx=pair, ScatterIndx=pair, compute_expt_data=blocks)
+    if name == "tensor":
+        same = lambda tensor, layout, **options: tensor  # noqa: E731
+        return SimpleNamespace(FP4="FP4", wrap_torch_tensor=lambda tensor, dtype=None: tensor, convert_layout=same)
+    if name == "tensor_details.layout":
+        value = lambda mx_axis: ("value", {"mx_axis": mx_axis})  # noqa: E731
+        scale = lambda mx_axis, num_warps: ("scale", {"mx_axis": mx_axis, "num_warps": num_warps})  # noqa: E731
+        return SimpleNamespace(make_default_matmul_mxfp4_w_layout=value, make_default_matmul_mxfp4_w_scale_layout=scale)
+    assert name == "matmul_ogs_details.opt_flags"
+    return SimpleNamespace(update_opt_flags_constraints=lambda constraints: None)
+
+
+def _ragged(x, w, bias, routes, gather_indx=None, scatter_indx=None, precision_config=None, gammas=None, **options):
+    """Multiply rows of experts: gathered by `src // k`, or scattered to `dst // k` and added."""
+    packed, scales = (tensor.transpose(1, 2) for tensor in (w, precision_config.weight_scale))
+    assert packed.is_contiguous() and bias is None
+    weights = mxfp4.dequantize(mxfp4.MXFP4Tensor(packed, scales), torch.float64)
+    experts = torch.repeat_interleave(torch.arange(len(weights)), routes.counts)
+    given = x.double() if gather_indx is None else x.double()[gather_indx.src.long() // routes.k]
+    found = torch.einsum("rk,rnk->rn", given, weights[experts])
+    if options:
+        (_, _, names), (limit,), step_n = options["fused_activation"]
+        assert names == ("limit",) and step_n == 2
+        gate, value = found[:, ::2].clamp(max=limit), found[:, 1::2].clamp(-limit, limit)
+        found = torch.nn.functional.silu(gate) * value
+    if gammas is not None:
+        found = found * gammas.double()[:, None]
+    if scatter_indx is None:
+        return found.bfloat16()
+    back = found[scatter_indx.src.long()]  # rows of a token one after another
+    return back.view(-1, routes.k, back.shape[1]).sum(1).bfloat16()
 
 
 # ----------------------------------------------------------------------- tables
@@ -195,7 +295,7 @@ def test_sums_are_of_what_was_timed(known):
     assert states == {"attention SWA": table.NO_KERNEL, "attention CSA": WRONG, "LM head": table.NO_KERNEL}
     by_class = {row[0]: row[1:] for row in table.classes(found)}
     assert by_class["sparse attention"][0] == "0.04 (1 of 3)"  # 20 HCA layers of 2 us
-    assert by_class["sparse attention"][1] == "-" and by_class["sparse attention"][-1] == "attention SWA"
+    assert by_class["sparse attention"][1] == "0.129" and by_class["sparse attention"][-1] == "attention SWA"
     assert by_class["LM head bf16"][:2] == ["no kernel", "0.003"]
     assert by_class["mHC"][:2] == ["0.172", "0.258"]  # 86 of 2 and 3 us
     assert by_class[step.SMALL][:2] == ["0.596", "1.15"]  # 298 of 2 us, and 384 of 3: casts are 43 of ours, else 129
@@ -205,7 +305,10 @@ def test_sums_are_of_what_was_timed(known):
     assert (shared.public_us, shared.ours_us, shared.host_us) == (6.0, 2.0, 10.0)  # two GEMMs of others
     assert by_class["sum"][0].endswith(f"({len(found) - 3} of {len(found)})") and by_class["sum"][-1] == ""
     text = table.page(8, 32768, found, "some GPU")
-    assert "| attention CSA | 21 | wrong | - | - | 0.841 | - |  |" in text and "b 8, context 32K, on some GPU" in text
+    assert (
+        "| attention CSA | 21 | wrong | - | 3 | 0.841 | - | peer 1 |" in text
+        and "b 8, context 32K, on some GPU" in text
+    )
 
 
 def test_what_was_not_run_is_not_guessed(known):
@@ -274,6 +377,11 @@ def test_the_readme_shows_what_was_recorded():
     steps = step_table.load_whole()
     assert {row["batch"] for row in steps} <= {str(batch) for batch in step.BATCHES} and steps
     assert written == step_table.table(recorded, steps), "python -m dsv4lib.pages.hopper.step_table writes it"
+    first = peer_pages.written(step_table.README, summary.MODULE)
+    made = summary.table(run_case.recorded(), run_case.whole_steps())
+    assert first == made, "python -m dsv4lib.pages.decode_step.summary writes it"
+    text = step_table.README.read_text()
+    assert text.index(summary.MODULE) < text.index("| --- |")  # before every other table
     line = {"ours": TIMED, "ours_us": "3", "ours_count": "43", "floor_us": "1", "count": "86"}
     assert step_table.milliseconds([line, line]) == "0.258 / 0.172"
     assert step_table.milliseconds([line, line | {"ours": table.NO_KERNEL}]) == "0.129 / 0.086 (1 of 2)"

@@ -62,6 +62,12 @@ def test_files(tmp_path, monkeypatch):
     whole.write([whole.Timed(8, 4096, (1, 2), (10.0, 15.0), {})], tmp_path)
     lines = (tmp_path / whole.FILE).read_text().splitlines()
     assert lines[1] == "8,4096,1 and 2,10.0,15.0,5.0,107.5,now"
+    monkeypatch.setattr(whole.harness, "facts", lambda command: {"run": "later"})
+    whole.write([whole.Timed(1, 32768, (1, 2), (10.0, 15.0), {})], tmp_path)  # another context: the first stays
+    whole.write([whole.Timed(8, 4096, (1, 2), (10.0, 16.0), {})], tmp_path)
+    after = (tmp_path / whole.FILE).read_text().splitlines()
+    assert after[0] == lines[0] and [line[:7] for line in after[1:]] == ["8,4096,", "1,32768"]
+    assert all(line.endswith(",later") for line in after[1:])
 
 
 def test_names_of_kernels():

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from dsv4lib import backends
 from dsv4lib.config import TINY, YarnConfig
 from dsv4lib.lab import cli
+from dsv4lib.layers import moe
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.convert import save
 from dsv4lib.loader.model import transformer
@@ -139,20 +140,44 @@ def test_no_choice_of_the_text_is_close():
     assert len(one.gaps) == 24 and min(one.gaps) > 0.1  # 0.27 and 0.19 with two builds of torch
 
 
+@pytest.fixture
+def picks(monkeypatch):
+    """Experts of every call of the router, sorted: [T, k] each."""
+    seen, right = [], moe.router
+
+    def watched(*given, **options):
+        experts, weights = right(*given, **options)
+        seen.append(experts.sort(1).values.cpu())
+        return experts, weights
+
+    monkeypatch.setattr(moe, "router", watched)
+    return seen
+
+
 @KEYS
 @pytest.mark.sm90
 @needs_hopper
-def test_logits_are_as_near_the_oracle_as_its_roundings(listed, keys):
-    """A prompt of 300 tokens in chunks of 64, over two closed windows of 128, and 8 tokens more."""
-    prompt, errors = ids(300, 3), {}
+def test_logits_are_as_near_the_oracle_as_its_roundings(listed, keys, picks):
+    """A prompt of 300 tokens in chunks of 64, over two closed windows of 128, and 8 tokens more.
+
+    A token for which a near tie gave other experts is counted, not judged: another expert is no rounding.
+    """
+    prompt, drawn, errors, experts = ids(300, 3), 8, {}, {}
     for backend in ("native", "reference"):
-        tokens, logits = serve(listed, backend, {"a": prompt}, 8, keys)
+        picks.clear()
+        tokens, logits = serve(listed, backend, {"a": prompt}, drawn, keys)
+        layers = [torch.cat(picks[layer :: CONFIG.n_layers]) for layer in range(CONFIG.n_layers)]
+        experts[backend] = torch.stack(layers, 1)[len(prompt) - 1 :]
         sequence = prompt + tokens["a"]
         with torch.no_grad():
             truth = run_case.oracle(listed)(torch.tensor([sequence]))[0, len(prompt) - 1 :]
         found = torch.cat(logits)[:, : CONFIG.vocab]
-        errors[backend] = float((found - truth[: len(found)]).norm() / truth[: len(found)].norm())
-    assert errors["native"] <= 1.2 * errors["reference"] < 0.5, errors
+        truth = truth[: len(found)]
+        errors[backend] = (found - truth).norm(dim=1) / truth.norm(dim=1)
+    same = (experts["native"] == experts["reference"]).flatten(1).all(1)
+    assert len(same) == drawn and int(same.sum()) >= 6, same
+    native, reference = (float(errors[backend][same].norm()) for backend in ("native", "reference"))
+    assert native <= 1.2 * reference < 1, errors
 
 
 @KEYS

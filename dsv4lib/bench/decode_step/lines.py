@@ -126,7 +126,7 @@ def _lines(tokens: int, context: int, known: dict[tuple[str, str], Row]) -> list
 
     def attend(kind: LayerKind) -> Line:
         row = rows.attention(kind, context, tokens)
-        return line(ATTENTION, f"attention {kind}", len(c.layers_of(kind)), row, others=())
+        return line(ATTENTION, f"attention {kind}", len(c.layers_of(kind)), row)
 
     def small(name: str, count: int, op: str, shape: str, **change: object) -> Line:
         return line(SMALL, name, count, known[op, shape], **change)
@@ -135,7 +135,7 @@ def _lines(tokens: int, context: int, known: dict[tuple[str, str], Row]) -> list
     mhc, shared = known["mhc", f"Flash {t}"], rows.shared_expert(tokens)
     parts = tuple(known["linear", f"Flash shared {part} {t}"] for part in ("w1+w3", "w2"))
     return [
-        line(MOE, "routed MoE MXFP4", layers, rows.routed_moe(tokens), others=(), peak=FP8),
+        line(MOE, "routed MoE MXFP4", layers, rows.routed_moe(tokens), peak=FP8),
         fp8("wq_a+wkv", layers),
         fp8("wq_b", layers),
         bf16("CSA compressor GEMM", csa, 4 * c.head_dim),

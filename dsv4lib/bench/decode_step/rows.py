@@ -4,9 +4,9 @@
 |------------------|----------------------------------|--------------|----------------------------------|
 | `linear_bf16`    | `linear`, mode bf16              | cuBLAS       | fp64 of the operands             |
 | `cast`           | `quantize`, fp8                  | those of its | the bits of the oracle           |
-| `routed_moe`     | dispatch, `ExpertStack`, combine | none         | fp64, activations as they come   |
+| `routed_moe`     | dispatch, `ExpertStack`, combine | see `peers`  | fp64, activations as they come   |
 | `shared_expert`  | `Fp8Expert`                      | none         | fp64, activations as they come   |
-| `fmha`           | `fmha`                           | none         | the op's oracle                  |
+| `fmha`           | `fmha`                           | see `peers`  | the op's oracle                  |
 | `indexer_logits` | `indexer_logits`, fp8 or fp4     | DeepGEMM fp8 | the op's oracle                  |
 
 An op without a kernel for this GPU is absent by its own words. Weights are random bits without NaN, scales small powers
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4lib.bench.decode_step import peers as step_peers
 from dsv4lib.bench.ops import inputs, peers, providers
 from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row
 from dsv4lib.bench.ops.results import OURS
@@ -198,7 +199,7 @@ def routed_moe(tokens: int) -> Row:
         flops=2 * routes * weights,
         given=given,
         check=check,
-        providers=(_refused_is_absent(providers.functional(OURS, ours)),),
+        providers=(_refused_is_absent(providers.functional(OURS, ours)), step_peers.experts()),
     )
 
 
@@ -327,7 +328,7 @@ def attention(kind: LayerKind, context: int, tokens: int) -> Row:
         flops=4 * tokens * heads * keys * dim,
         given=given,
         check=check,
-        providers=(_refused_is_absent(ours),),
+        providers=(_refused_is_absent(ours), step_peers.attention()),
     )
 
 

@@ -51,6 +51,7 @@ from dsv4lib.ops.common.graph_capture import capture
 
 NAME = "dsv4lib.bench.decode_step.whole"
 FILE = "whole.csv"
+COLUMNS = ("batch", "context", "pairs", "short_us", "long_us", "pair_us", "step_us", "run")
 PAIRS = (1, 2, 3, 4)
 REPLAYS = 21
 ROWS_AT_ONCE = 1 << 16  # of a cache, drawn together
@@ -286,15 +287,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(rows: Sequence[Timed], folder: Path) -> None:
-    """Write what was measured to a folder."""
+    """Write what was measured to a folder. Steps of other batches and contexts that it has stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = harness.facts(f"python -m {NAME}")["run"]
-    with (folder / FILE).open("w", newline="") as file:
+    run, path, known = harness.facts(f"python -m {NAME}")["run"], folder / FILE, {}
+    if path.is_file():
+        with path.open(newline="") as file:
+            known = {(int(row["context"]), int(row["batch"])): tuple(row.values()) for row in csv.DictReader(file)}
+    for one in rows:
+        times = (f"{us:.1f}" for us in (*one.us, one.pair_us, one.step_us))
+        known[one.context, one.batch] = (one.batch, one.context, "{} and {}".format(*one.pairs), *times, run)
+    with path.open("w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
-        out.writerow(("batch", "context", "pairs", "short_us", "long_us", "pair_us", "step_us", "run"))
-        for one in rows:
-            times = (f"{us:.1f}" for us in (*one.us, one.pair_us, one.step_us))
-            out.writerow((one.batch, one.context, "{} and {}".format(*one.pairs), *times, run))
+        out.writerow(COLUMNS)
+        out.writerows(known[key] for key in sorted(known))
 
 
 if __name__ == "__main__":
