@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    text = "one_in(n): one in n of its cases by default, every value at least once if that suffices; the others are full"
+    text = "one_in(n): one case in n by default, every value at least once if that suffices; the others are full"
     config.addinivalue_line("markers", text)
 
 
