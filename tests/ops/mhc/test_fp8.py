@@ -79,6 +79,7 @@ SHARINGS = [
 DEFAULT, OTHER = SHARINGS[:7], SHARINGS[1:8:6]  # on sm_90a, on sm_100a
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "variant", "d", "cluster", "recipe"),
     [
@@ -140,6 +141,7 @@ def test_all_schedules_give_the_same_bits(arch, variant, d, cluster, recipe, sch
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("one", [SHARINGS[0], SHARINGS[10]], ids=["few_tokens", "many_tokens"])
 def test_nan_stays_in_its_token(one):
     variant, d, cluster, recipe = one
@@ -178,6 +180,7 @@ MORE += [(4096, "few_tokens", "mxfp8", {"groups": 3, **ONCE}), (4096, "few_token
 MORE += [(4096, "many_tokens", "fp8", {"keep_y": False}), (4096, "many_tokens", "mxfp8", {})]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "d", "variant", "recipe", "settings"),
     [
