@@ -170,6 +170,7 @@ def test_every_schedule_gives_the_same_bits(options):
     assert len(outputs) == 1 and len(hashes) >= 4
 
 
+@pytest.mark.full
 def test_bits_of_a_token_do_not_depend_on_tiles():
     """Sums are in the order of K, whatever the tile, the stage, the warpgroups and the number of CTAs."""
     made = case(1, 11, 136, 1040)

@@ -92,6 +92,7 @@ def test_codes_of_y(arch, variant, d, cluster, recipe):
     check(run(hard(5, d, seed=d), 3, 2, arch, variant=variant, d=d, cluster=cluster, recipe=recipe), recipe)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("one", cases(SHARINGS[0], full=[(SHARINGS[6],)]), ids=["few_tokens", "many_tokens"])
 def test_without_y_and_row_major(one):
     """The same codes and the same y, streams and coefficients as a kernel without them."""
@@ -106,6 +107,7 @@ def test_without_y_and_row_major(one):
     assert all(torch.equal(bare[i], without[i]) for i in (0, 2, 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", cases("few_tokens", full=["many_tokens"]))
 def test_tokens_and_tiles(variant):
     """Tokens past a block of 128 rows, several tiles a group of CTAs, groups of warps, one tile; the same bits."""

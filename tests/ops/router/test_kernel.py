@@ -239,6 +239,7 @@ def test_fused_by_table():
     close(run(FusedRouter, (24, 6, True), "sm_100a", (x, weight), (table, tokens)), want)
 
 
+@pytest.mark.full
 def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_tiles():
     for d, others in (
         (320, [((2, 4, 1, True, 3), slice(0, 37)), ((4, 1, 2, True, 1), slice(3, 37))]),

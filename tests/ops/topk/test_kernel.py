@@ -113,6 +113,7 @@ def kinds(size=SIZE, seed=0):
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "settings"), EVERY_FORM, ids=NAMES)
 def test_rows_of_every_kind(arch, settings):
     rows = kinds()
@@ -155,6 +156,7 @@ def test_ties_at_the_last_pick(arch, settings):
         assert torch.equal(run(arch, settings, scores, full(scores), k), expected(scores, full(scores), k)), k
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "settings"), [FORMS[2], FORMS[3]], ids=["cluster", "stream"])
 def test_rows_that_lie_apart_and_start_anywhere(arch, settings):
     """L no multiple of 4, rows on 4 bytes, NaN around them; rows without lengths."""
