@@ -75,6 +75,8 @@ def spread(cases: list[dict], number: int) -> list[int]:
 def mark_further(items):
     """Mark `full` what `one_in` leaves out: of the cases of a test that are not full all but one in n."""
     thinned = [i for i in items if i.get_closest_marker("one_in") and not i.get_closest_marker("full")]
+    if alone := [item.nodeid for item in thinned if not hasattr(item, "callspec")]:
+        raise pytest.UsageError(f"one_in chooses among cases, and this test has none: {alone[0]}")
     for _, group in itertools.groupby(thinned, lambda item: (item.path, item.nodeid.partition("[")[0])):
         cases = list(group)
         (n,) = cases[0].get_closest_marker("one_in").args
@@ -93,6 +95,7 @@ def pytest_collection_modifyitems(config, items):
         return
     whole = len(tenths) > 1  # other people's kernels: marked or not
     left = [i for i in items if (whole or i.get_closest_marker("full")) and tenth_of(i.nodeid) not in tenths]
+    config.left_out = [item.nodeid for item in left]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
