@@ -3,12 +3,13 @@ SIGTERM cleans up; what is cached of kernels in memory does not outlive its test
 
 Tests marked `full` are further cases (the second architecture, more shapes, the other schedules) of what the default
 run checks already. ``--all`` runs them, ``--tenth N`` runs every tenth of them, by the hash of their names; of other
-people's kernels (`./dsv4 test --corpus`) three tenths."""
+people's kernels (`./dsv4 test --corpus`) three tenths. `one_in(n)` marks all cases of a test but one in n."""
 
 import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -37,6 +38,11 @@ def pytest_addoption(parser):
     group.addoption("--tenth", type=int, choices=range(10), metavar="0..9", help=text)
 
 
+def pytest_configure(config):
+    text = "one_in(n): one case in n by default, every value at least once if that suffices; the others are full"
+    config.addinivalue_line("markers", text)
+
+
 def pytest_report_header(config):
     chosen = config.option.tenth
     tenths = ", ".join(map(str, sorted(chosen_tenths(config))))
@@ -56,13 +62,40 @@ def chosen_tenths(config) -> set[int]:
     return set() if chosen is None else {(chosen + step) % 10 for step in steps}
 
 
+def spread(cases: list[dict], number: int) -> list[int]:
+    """Choose ``number`` cases (arguments and their values), in order: each the one with most values not yet chosen."""
+    waiting = {i: {(name, repr(value)) for name, value in case.items()} for i, case in enumerate(cases)}
+    chosen, seen = [], set()
+    for _ in range(min(number, len(cases))):
+        chosen.append(max(waiting, key=lambda i: len(waiting[i] - seen)))
+        seen |= waiting.pop(chosen[-1])
+    return sorted(chosen)
+
+
+def mark_further(items):
+    """Mark `full` what `one_in` leaves out: of the cases of a test that are not full all but one in n."""
+    thinned = [i for i in items if i.get_closest_marker("one_in") and not i.get_closest_marker("full")]
+    if alone := [item.nodeid for item in thinned if not hasattr(item, "callspec")]:
+        raise pytest.UsageError(f"one_in chooses among cases, and this test has none: {alone[0]}")
+    for _, group in itertools.groupby(thinned, lambda item: (item.path, item.nodeid.partition("[")[0])):
+        cases = list(group)
+        (n,) = cases[0].get_closest_marker("one_in").args
+        kept = set(spread([item.callspec.params for item in cases], -(-len(cases) // n)))
+        for number, item in enumerate(cases):
+            if number not in kept:
+                item.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out tests marked `full` that are not selected, by an option, by name or by their mark."""
+    mark_further(items)
     option, tenths = config.option, chosen_tenths(config)
     if option.all or "full" in option.markexpr or any("::" in argument for argument in config.args):
         return
     whole = len(tenths) > 1  # other people's kernels: marked or not
     left = [i for i in items if (whole or i.get_closest_marker("full")) and tenth_of(i.nodeid) not in tenths]
+    config.left_out = [item.nodeid for item in left]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]

@@ -51,6 +51,37 @@ def test_other_peoples_kernels_run_by_three_tenths(folder: Path, monkeypatch: py
     assert sum(map(len, found)) == 3 * 40  # each in three, marked or not
 
 
+THINNED = """import pytest
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("columns", [10, 20, pytest.param(30, marks=pytest.mark.full), 40])
+def test(rows, columns):
+    pass
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("x", range(6))
+def test_other(x):
+    pass
+"""
+
+
+def names(folder: Path, *arguments: str) -> set[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return {line.partition("::")[2] for line in said.splitlines() if "::" in line}
+
+
+def test_one_in_keeps_every_value(folder: Path, tmp_path: Path) -> None:
+    for name in ("conftest.py", "pytest.ini"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    (tmp_path / "test_it.py").write_text(THINNED)
+    found = names(tmp_path)
+    assert found == {"test[10-1]", "test[20-2]", "test[40-3]", "test_other[0]", "test_other[1]"}
+    assert len(names(tmp_path, "--all")) == 12 + 6
+    assert names(tmp_path, "-m", "full") == names(tmp_path, "--all") - found
+    assert names(tmp_path, "-k", "20-1 or 40-3") == {"test[40-3]"}  # what -k leaves changes no choice
+    assert names(tmp_path, "test_it.py::test[20-1]") == {"test[20-1]"}
+
+
 def test_tenths_share_all_tests() -> None:
     counts = [0] * 10
     for number in range(2000):

@@ -17,6 +17,7 @@ def small(monkeypatch):
         monkeypatch.setattr(launch_probe, name, value)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("cluster", "pdl", "prefetch", "variant"),
     [(1, True, True, "lanes"), (2, True, False, "lanes"), (2, False, True, "lanes")]

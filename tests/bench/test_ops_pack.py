@@ -194,6 +194,7 @@ print(json.dumps({"found": found, "times": times, "failed": failed, "dsl": dsl})
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dsl", ["without", "with"])
 def test_ops_launch_kernels_of_a_pack_for_their_host_time(packed, tmp_path, dsl):
     """Words are the pack's, addresses those of the call; the warm call is replayed; the DSL changes nothing."""
@@ -253,6 +254,7 @@ def test_the_archive_has_what_travels(packed):
     assert {"dsv4lib/bench/ops/harness.py", "data/bench/rates.csv"} <= set(names)
 
 
+@pytest.mark.full
 def test_without_the_dsl_rows_are_there_and_ours_is_absent():
     lines = (
         "import sys; sys.modules['cutlass'] = None",

@@ -487,6 +487,7 @@ def test_the_mean_tile_of_entries_and_window():
     assert fmha.timed(shape, pages, pages, card, 128, 1).hbm == pytest.approx(moved / card.hbm_clk_bytes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "options"), [("index", {}), ("range", {"entries": "range"})])
 def test_the_tiles_that_the_op_chooses_by_are_the_models(kind, options):
     """A tile, one with half of the dimensions, and what the half saves of the first one besides."""

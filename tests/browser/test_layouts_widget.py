@@ -93,6 +93,7 @@ def answer(swizzle: str) -> str:
     return f"{state}: bank conflicts: {before}-way without the XOR, {after}-way with it; 8192 elements"
 
 
+@pytest.mark.full
 def test_moving_a_slider_asks_the_kernel(lab, chromium):
     sync_api = pytest.importorskip("playwright.sync_api")
     flags = [*QUIET, "--no-sandbox"] if ROOT else QUIET

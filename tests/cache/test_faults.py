@@ -8,6 +8,7 @@ from dsv4lib.cache.errors import CacheError
 from dsv4lib.cache.faults import FAULTS, inject
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [n for n, f in FAULTS.items() if f.found_by != "test_tables"])
 def test_its_property_finds_a_fault(name):
     factories = caches.paged, caches.rings, caches.pro

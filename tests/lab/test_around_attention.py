@@ -14,6 +14,7 @@ from dsv4lib.viz.style import alt_text
 BOUNDS = {"query_error": 1, "entry_bytes": 0, "output_bytes": 0, "home_error": 0.04}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("fault", "red"),
     [

@@ -70,6 +70,7 @@ def test_faults_of_records_are_seen(capsys):
     assert decode_step.ALLOWED == {"b128": bounds("decode_step")["over_floor_b128"]}
 
 
+@pytest.mark.full
 def test_faults_of_drafts_are_seen(capsys, monkeypatch):
     found = speculation_case.whole.listed()
     right = speculation_case.serve(found, "The state of", 9, 0, "reference")

@@ -110,6 +110,7 @@ def spoil(folder: Path, how: str) -> Path:
     return path
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["truncated", "empty", "foreign", "foreign types", "nulls", "verdict", "fifo"])
 def test_a_broken_record_is_left_out_and_its_job_run_again(
     make: Callable[..., Stage], tmp_path: Path, endings: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
@@ -187,6 +188,7 @@ def test_records_and_plan_say_commit_and_machine(
     assert len(manifest.stored(tmp_path / "data" / "runs")) == 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"set": 1}', '{"jobs": 5}'])
 def test_a_broken_plan_is_no_plan(make: Callable[..., Stage], tmp_path: Path, endings: Any, text: str) -> None:
     make("one")

@@ -40,6 +40,7 @@ def tokens():
     return correction.some_tokens()
 
 
+@pytest.mark.full
 def test_the_kernel_corrects_less_often_than_in_every_tile(tokens) -> None:
     lazy, eager = (correction.try_correction(kind, tokens) for kind in (Fmha, EveryTile))
     assert lazy.clean and eager.clean

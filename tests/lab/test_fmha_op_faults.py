@@ -8,6 +8,7 @@ from dsv4lib.ops.fmha.inputs import case
 from dsv4lib.pages.fmha.op_faults import FAULTS
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_found_where_it_is_and_nowhere_else(name):
     one = case(64, [150, 20], [30, 0])

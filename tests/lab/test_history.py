@@ -341,6 +341,7 @@ def nights(runs: Path, count: int, **made: dict[int, Any]) -> None:
         nightly(runs, night, rng, **{name: by_night[night] for name, by_night in made.items() if night in by_night})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("end", [Verdict.CRASH, Verdict.OOM, Verdict.TIMEOUT])
 def test_a_notebook_that_ends_badly_twice_is_told_and_once_is_not(tmp_path: Path, end: Verdict) -> None:
     nights(tmp_path, 4, verdict={4: {2: end}})

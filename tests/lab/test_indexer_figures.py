@@ -39,6 +39,7 @@ ALWAYS = ("none", "TiesAnyhow")  # the stage has each fault, too
 ENTRIES, K = 640, 100
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the faults
 @pytest.mark.parametrize(
     "fault", [*ALWAYS, *(pytest.param(f, marks=pytest.mark.full) for f in SEEN if f not in ALWAYS)]

@@ -62,6 +62,7 @@ def alive(numbers: list[int]) -> list[int]:
     return [n for n in numbers if psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_and_resume_repeats_what_is_missing(
     make: Callable[..., Stage], tmp_path: Path, number: signal.Signals

@@ -36,6 +36,7 @@ def test_bytes_that_cross_are_those_that_must(run, capsys):
     assert set(seen) == {"combined", *needed} and sum(seen.values()) > sum(needed.values())
 
 
+@pytest.mark.full
 def test_four_bits_on_both_sides(run):
     """Half the bytes; weights lose less, activations more; a fault of the other mode changes nothing."""
     four = page.run(2, 14, 0, mode="nvfp4")
@@ -113,6 +114,7 @@ def test_what_is_said_of_overlap_is_counted(pulled, returned, shares, said, monk
     assert len(lines) == 2 and all(part in line for part, line in zip(said, lines, strict=True))
 
 
+@pytest.mark.full
 def test_the_same_bits_however_it_runs(run):
     assert page.same_bits(run) == (0, 0, 0)
     other = page.run(2, 14, 0, "FirstWeight").found

@@ -23,6 +23,7 @@ def stage():
     return tomllib.loads((env.root() / "stages" / "mla" / "stage.toml").read_text())
 
 
+@pytest.mark.full
 def test_every_point_is_checked_or_said_alone(capsys):
     found = claims.checked()
     assert len(found) == 28 and [one.text for _, one, value in found if value.right is False] == []

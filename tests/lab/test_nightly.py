@@ -184,6 +184,7 @@ def test_a_missing_shard_is_unfinished(
     assert not made["whole"] and made["state"] == "interrupted"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", ["none", "twice", "commit", "digest", "count", "job", "stray", "folder", "running"])
 def test_what_is_not_gathered(
     make: Callable[..., Stage], tmp_path: Path, without_kernels: dict[str, Any], what: str

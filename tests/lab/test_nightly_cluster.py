@@ -160,6 +160,7 @@ def test_a_killed_worker_loses_nothing_and_nothing_runs_twice(
     assert len(records.load(folder)) == 9 and len(list((tmp_path / "data" / "runs").iterdir())) == 1
 
 
+@pytest.mark.full
 def test_signals_budgets_and_a_killed_client(make: Callable[..., Stage], tmp_path: Path, machines: Cluster) -> None:
     """One worker, three jobs. What a client does not see to its end is ended on the worker, and is run by a resume."""
     for name in ("a", "b", "c"):
@@ -202,6 +203,7 @@ def test_signals_budgets_and_a_killed_client(make: Callable[..., Stage], tmp_pat
     assert len(manifest.stored(tmp_path / "data" / "runs")) == 1
 
 
+@pytest.mark.full
 def test_workers_with_a_gpu_and_others(
     make: Callable[..., Stage], tmp_path: Path, machines: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +250,7 @@ def test_workers_with_a_gpu_and_others(
     assert "driver" in said["a_kernel-00"].reason and said["c_late-00"].verdict is Verdict.PASSED
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("lost", ["worker", "scheduler"])
 def test_a_night_ends_without_workers_or_scheduler(
     make: Callable[..., Stage], tmp_path: Path, machines: Cluster, monkeypatch: pytest.MonkeyPatch, lost: str

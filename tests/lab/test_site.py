@@ -512,6 +512,7 @@ def test_the_lab_s_own_site_has_no_broken_link_and_no_large_file(own: build.Made
     assert re.search(r'<img src="pictures/bench-ops-01.png" alt="[^"]{40}', ops)  # drawn from its table
 
 
+@pytest.mark.full
 def test_every_page_of_it_in_a_browser(own: build.Made) -> None:
     """From file://: on a phone and a wide screen, light and dark; no message, no request elsewhere."""
     found, folder = chromium(), own.index.parent

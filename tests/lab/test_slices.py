@@ -103,6 +103,7 @@ def test_what_cannot_be_read_runs_whole(cells: list[str], end: str) -> None:
     assert kept(*cells, end=end) is None
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("stage", discover(env.root()), ids=lambda stage: stage.name)
 def test_every_fault_of_the_workspace_has_a_slice(stage: Stage) -> None:
     for fault in stage.negatives:

@@ -49,6 +49,7 @@ def run(program: str, folder: Path) -> dict[str, bool]:
     return turns.judged(said.getvalue())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "number"), cases(*(turn for turn in TURNS if turn not in HEAVY), full=HEAVY))
 def test_a_solution_solves_its_exercise(name: str, number: int, tmp_path: Path) -> None:
     quick, turn = STAGES[name].parameter_set("quick").runs[0], FOUND[name][number]

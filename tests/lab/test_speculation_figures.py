@@ -55,6 +55,7 @@ def test_drafts_change_neither_bytes_nor_bits(alone, seven):
     assert written.drafts - written.accepted > 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("fault", "red"),
     [

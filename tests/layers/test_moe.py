@@ -94,6 +94,7 @@ def test_a_quantised_input_changes_no_bit(mode):
         other(x, fp8=Operand(q.codes, q.scales))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", FORMS)
 def test_layer(mode):
     """By the same ops in PyTorch: bf16 roundings of y, and a code of h that may fall on the other side of a tie."""
@@ -129,6 +130,7 @@ def test_all_tokens_on_one_expert():
     assert difference(found, want) < 4e-3
 
 
+@pytest.mark.full
 def test_thousands_of_tokens():
     """4,096: tiles of 192 tokens, more of them than CTAs in flight."""
     x = tokens(4096)

@@ -59,6 +59,7 @@ def test_the_end_of_the_input_ends_the_chat(talking):  # noqa: F811
     assert counts(done)[0][0] == 4 + len("Think hard. hello")  # BOS, User, Assistant and think; "Th" is no merge
 
 
+@pytest.mark.full
 def test_replies_after_a_hit_are_those_of_a_cold_cache(talking, listed):  # noqa: F811
     tokenizer = FastTokenizer(talking / "tokenizer.json", 328)
     model = transformer(listed, capacity=768, backend="reference")

@@ -29,6 +29,7 @@ def continued(backend: str, prompt: list[int], count: int, chunk: int) -> tuple[
     return [token for _, token, _ in one.run()], one.gaps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "length, chunk, count",
     [(8, 5, 2), pytest.param(131, 66, 4, marks=(pytest.mark.full, pytest.mark.slow))],

@@ -171,6 +171,7 @@ def test_drawn_tokens_are_those_of_the_seed(listed):  # noqa: F811
     assert served(model(listed), prompts, params=params)[0] == want
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("swap", [False, True])
 def test_preempted_requests_go_on_with_the_same_tokens(listed, alone, swap):  # noqa: F811
     """A pool that holds two of them whole, and of the third no more than its rings."""
@@ -212,6 +213,7 @@ def test_decode_steps_are_padded(listed, alone):  # noqa: F811
     assert found == {name: alone[0][name] for name in prompts} and set(sizes[-4:]) == {3}
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_kernels_run_on_the_pool(listed):  # noqa: F811
     """SM100 in the emulator: a chunk that closes windows, decode beside another chunk; bits of places of their own."""
@@ -232,6 +234,7 @@ def test_kernels_run_on_the_pool(listed):  # noqa: F811
         assert torch.equal(hidden, want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_the_pool_of_a_request_is_as_large_as_it_says_and_holds_it(listed, drafts):  # noqa: F811
     """To the last position, and with the point that a prompt saves: the same prompt hits."""

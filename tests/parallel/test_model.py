@@ -183,6 +183,7 @@ def test_any_plan_gives_the_tokens_of_one_rank(nano, want, tmp_path, sizes):
     assert [len(one) for one in want] == [4, 5, 6, 7] and all(one == want for one in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", cases({"tensor": 2}, full=[{"tensor": 2, "data": 2, "experts": 2}]), ids=str)
 def test_drafts_on_several_ranks_change_no_token(nano, want, tmp_path, sizes):
     found = returned(run(Plan.of(nano.config, **sizes), lambda r: tokens_of(r, nano, drafts=2), tmp_path))

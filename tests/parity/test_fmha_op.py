@@ -40,6 +40,7 @@ def test_the_peer_attends_as_the_model_says():
             torch.testing.assert_close(turned, call.rotated, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", SCHEDULE)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_op_agrees_with_transformers(name, kind):
@@ -50,6 +51,7 @@ def test_the_op_agrees_with_transformers(name, kind):
     assert outcome.unrounded_rel_l2 < 6e-3
 
 
+@pytest.mark.full
 def test_128_heads_and_parts():
     """A decode step with Pro's heads, split over its keys."""
     call = attention_calls(real_attention(heads=128), (200, 1), seed=1)[1][SCHEDULE.index(LayerKind.CSA)]

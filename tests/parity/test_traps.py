@@ -482,6 +482,7 @@ def test_state_faults_hide_from_a_one_shot_test(fault, monkeypatch):
     assert run("one-shot").max_abs <= tp.LOGITS_BOUND
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("forgotten", [None, "window", "state", "entries", "index_state", "index_keys"])
 def test_rollback_must_restore_every_part_of_the_cache(forgotten, table):
     """Speculative decoding: five drafted tokens are rejected. Whatever is not rolled back spoils the next tokens."""

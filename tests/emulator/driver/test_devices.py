@@ -120,6 +120,7 @@ def test_the_awaited_value_is_read_from_the_loop(compare, until):
         assert (f"; waits {until}\n" if until else "flags of device 1\n") in str(error.value)
 
 
+@pytest.mark.one_in(5)
 def test_a_loop_that_sleeps_is_seen_through(pair):
     """A kernel that leaves the memory alone for a while between two looks."""
     flags = pair.symmetric(4, np.uint32, "flags")

@@ -405,6 +405,7 @@ def sanitized(tmp_path, capfd, text, arch="sm_90a"):
     return code, *capfd.readouterr()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("ptx", "block", "after", "code", "said"),
     [
@@ -448,6 +449,7 @@ stream.sync()
 '''
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("barrier", "code"), [("", 90), ("__syncthreads();", 0)])
 def test_a_script_that_compiles_by_cuda_core(tmp_path, capfd, barrier, code):
     """Also where the lab has loaded NVRTC before: its name is taken then."""
@@ -484,6 +486,7 @@ def needs(*modules):
             pytest.skip(f"{name} is not installed: ./dsv4 test --corpus installs and runs this")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("body", "code", "said"), [("out[x[i] % 8] += 1", 90, "given.py:9"), ("cuda.atomic.add(out, x[i] % 8, 1)", 0, "")]
 )
@@ -533,6 +536,7 @@ print("y", y.numpy()[:3].tolist(), z.numpy().sum(), y_view.numpy().sum(), wp.ful
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [

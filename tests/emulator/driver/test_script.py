@@ -46,6 +46,7 @@ def script(tmp_path):
     return write
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("body", "args", "code"),
     [
@@ -68,6 +69,7 @@ def test_exit_codes(script, capfd, body, args, code):
     assert all("given.py" in frame for frame in frames) and bool(frames) == (code == FAILED or "theirs" in body)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "code"), [("uninitialised_smem", HAZARD), ("tmem_lane_quarter", 0)])
 def test_errors_have_their_own_exit_code_and_lints_have_none(script, capfd, kind, code):
     body = f"""
@@ -150,6 +152,7 @@ def gone(pid):
     return False
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("group", "how"),
     [

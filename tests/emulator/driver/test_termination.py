@@ -39,6 +39,7 @@ def _left(folder):
     return [name for name in os.listdir(folder) if name.startswith("dsv4-")]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("how", "code"), [("normal", 0), ("exception", 1), ("exit", 3), ("sigterm", 143)])
 def test_the_context_of_a_device_leaves_no_folder(how, code, tmp_path):
     process = _run(tmp_path, _DEVICE, how)

@@ -28,6 +28,7 @@ def compiler():
         pytest.skip(str(error))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "arch"), RUNS)
 def test_the_fault_is_reported_with_its_line(name, arch):
     case = CASES[name]
@@ -38,6 +39,7 @@ def test_the_fault_is_reported_with_its_line(name, arch):
         assert alone(case, outcome), (schedule, outcome)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "arch"), RUNS)
 def test_the_repaired_twin_is_silent(name, arch):
     for schedule in POLICIES:

@@ -202,6 +202,7 @@ def test_results_are_kept_under_their_device(tmp_path: Path) -> None:
     assert runner.Runner(tmp_path / "flips", fake=["flip:shift.*"]).result(probe.name) is None
 
 
+@pytest.mark.full
 def test_a_later_plan_does_not_narrow_the_archive(tmp_path: Path) -> None:
     for name in ("shift.lane0", "shift.lane32"):
         assert dsv4("--fake", f"--only={name}", f"--out={tmp_path}")[0] == 0

@@ -64,6 +64,7 @@ BEFORE_ATTENTION = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kernel", "fake_args"), BEFORE_ATTENTION, ids=lambda x: type(x).__name__)
 def test_the_next_kernel_is_asked_for_right_behind_the_wait(kernel, fake_args):
     """On every path; ahead of the wait only weights are read."""

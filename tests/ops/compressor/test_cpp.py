@@ -29,6 +29,7 @@ def launched(case, form, *edits):
     return pages, state
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "settings",
@@ -46,6 +47,7 @@ def test_budget(arch, settings):
     assert code.local_bytes == 0 and small(code) and code.registers <= 128, code
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "arch"), [(n, ARCHS[i % 2]) for i, n in enumerate(DECODE)])
 def test_batches(name, arch):
     """fp32 entries and the state against the oracle; every format against it with the released code's roundings."""
@@ -97,6 +99,7 @@ def test_steps_follow_each_other():
     assert float((state.k - want[2].k).nan_to_num().abs().max()) == 0
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fault", [None, *cpp.FAULTS])
 def test_faults_are_found(fault):
     case = cases.make(4, [1] * 4, [3, 7, 10, 6], single=True, seed=5)

@@ -87,6 +87,7 @@ def case_of(name, **more):
     return cases.make(rate, counts, starts, **options, **more)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "arch"), [(n, ARCHS[i % 2]) for i, n in enumerate(BATCHES)])
 def test_batches(name, arch):
     """fp32 entries and the state against the oracle; every format against it with the released code's roundings."""
@@ -140,6 +141,7 @@ def run_states(case):
     return state
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", [compressor_kernel.Compressor, *FAULTS])
 def test_injected_faults_are_found(fault):
     case = cases.make(4, [4, 3], [0, 6], seed=5)
@@ -156,6 +158,7 @@ def streamed_case(rate=128, seed=6):
     return cases.make(rate, [1] * 5, [2 * rate - 1, 9, rate - 1, 8 * rate - 1, -1], single=True, seed=seed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("rate", "slices", "arch"), [(128, 8, "sm_100a"), (32, 2, "sm_90a"), pytest.param(128, 1, "sm_90a", marks=FULL)]
 )
@@ -175,6 +178,7 @@ def test_streamed_rows_that_lie_apart(slices):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
 
 
+@pytest.mark.full
 def test_all_schedules_and_cuts_give_the_same_bits_of_streamed_rows():
     case = streamed_case(seed=7)
     first = run(case, "fp32", "sm_90a", slices=2)
@@ -185,6 +189,7 @@ def test_all_schedules_and_cuts_give_the_same_bits_of_streamed_rows():
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, first[1], strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rate", "slices", "arch"), [(32, 4, "sm_90a"), *(pytest.param(*x, marks=FULL) for x in LONG)])
 def test_both_forms_give_the_same_bits_whatever_the_order_of_requests(rate, slices, arch):
     case = streamed_case(rate, seed=9)
@@ -219,6 +224,7 @@ def test_a_decode_step_gives_the_bits_of_a_prefill(slices):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", faults.STREAMED)
 def test_injected_faults_of_streamed_rows_are_found(fault):
     case = streamed_case(seed=8)

@@ -213,6 +213,7 @@ LARGER = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", LARGER)
 @pytest.mark.parametrize("backend", ["emulator", "reference"])
 def test_rings_of_more_rows_than_an_entry_has(name, backend):

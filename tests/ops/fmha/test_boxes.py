@@ -44,6 +44,7 @@ def copies(one, by_range):
     return total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("entries", cases("index", full=["range"]))
 def test_copies_of_every_length(entries):
     """Entries and window keys of 0, 1, 63, 64, 65, 128 and 200 in all combinations, rows that start anywhere."""
@@ -54,6 +55,7 @@ def test_copies_of_every_length(entries):
     assert outcome.result.stats["tma_loads"] == copies(one, entries == "range")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_a_ring_in_boxes(cluster):
     """Full and half-filled rings of 128 slots, wrapped too; of a pair each CTA brings its half of every tile."""
@@ -77,6 +79,7 @@ def test_the_bits_of_gathered_rows(cluster):
     assert loads[0] < loads[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
 def test_a_window_beside_entries_in_pages(cluster):
     """One warp brings it: 16 copies of a full window and none of the entries."""
@@ -86,6 +89,7 @@ def test_a_window_beside_entries_in_pages(cluster):
     assert outcome.result.stats["tma_loads"] == 2 * (Q * cluster + 2 * BOX)
 
 
+@pytest.mark.full
 def test_groups_in_boxes():
     """Two tokens in a pair: the union of their windows, 129 keys, is two boxed tiles and one that is not."""
     one = prefill_case(64, [300], 4)
@@ -117,6 +121,7 @@ class OtherPool(Fmha):
         Fmha.load_tile(self, sources, cutlass.Boolean(False), *rest)  # WRONG: of_entries
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", [BehindTheEnd, OtherPool])
 def test_faults_are_found(fault):
     one = case(64, [64, 100], [128, 100])

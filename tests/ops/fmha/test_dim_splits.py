@@ -36,6 +36,7 @@ def same(outcomes):
     return len({(bits(outcome.output), bits(outcome.lse)) for outcome in outcomes}) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", cases(*SMALLEST, full=[name for name in FORMS if name not in SMALLEST]))
 def test_the_bits_of_whole_rows(name):
     """A CTA a token, and few that stay: the grid has twice the CTAs, each output is written once."""
@@ -58,6 +59,7 @@ def test_every_schedule_gives_the_same_bits(options):
     assert same(outcomes) and len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("splits", "cluster"), cases((3, 1), full=[(2, 2)]))
 def test_with_parts_of_the_keys(splits, cluster):
     one = case(64 * cluster, [300, 0, 20], [128, 90, 0])
@@ -67,6 +69,7 @@ def test_with_parts_of_the_keys(splits, cluster):
     assert same(outcomes)
 
 
+@pytest.mark.full
 def test_raw_parts():
     one = case(64, [150, 0, 9], [33, 0, 0])
     (o, state, hazards), (o_whole, whole, _) = (
@@ -75,6 +78,7 @@ def test_raw_parts():
     assert not hazards and bits(o) == bits(o_whole) and bits(state) == bits(whole)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize(("fp8", "ends"), cases((True, True), (True, False), full=[(False, True), (False, False)]))
 def test_what_the_compiler_says(cluster, fp8, ends):

@@ -49,6 +49,7 @@ def late_start():
     return one
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CAUGHT_BY)
 def test_found(name):
     stage, kind = CAUGHT_BY[name]
@@ -63,6 +64,7 @@ def test_found(name):
         assert any(f[0] == kind and ".py:" in f[1] for f in found)  # with the Python line
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, head_dim):
@@ -72,6 +74,7 @@ def test_refused(name, head_dim):
         compiled(FAULTS[name], (stage, head_dim, "bf16"))
 
 
+@pytest.mark.full
 def test_unrolled_code_grows_with_the_tiles():
     """A loop of the device is as long for any number of tiles; one of Python adds its body for each."""
     looped, three, six = (
@@ -81,6 +84,7 @@ def test_unrolled_code_grows_with_the_tiles():
     assert looped < three and six - three > 3 * 150
 
 
+@pytest.mark.full
 def test_wasteful_kernels_are_right_and_cost_more():
     """Lazy correction saves instructions, one fetch for K and V half of the bytes; comparisons see neither."""
     settings, one = (512, "bf16", "index", False), case(64, [300], [0])
@@ -98,6 +102,7 @@ def test_nothing_is_found_in_the_right_kernel(stage):
     assert outcome.clean and not outcome.findings()
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", FMHA_RUNS)
 def test_nothing_is_found_without_the_fault(name):
     outcome = run_fmha(Fmha, *FMHA_RUNS[name], sms=sms(name))

@@ -21,6 +21,7 @@ BOTH = (*ALL, True, True)
 SWITCHES = cases((True, True), (False, True), full=[((True, False),)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize("switches", SWITCHES)
 def test_the_bits_of_the_dequantised_rows(switches, cluster):
@@ -32,6 +33,7 @@ def test_the_bits_of_the_dequantised_rows(switches, cluster):
     assert bits(outcome.output) == bits(plain.output) and bits(outcome.lse) == bits(plain.lse)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("page_size", "padding"), [(1, 0), (2, 16), (32, 0), (48, 1024 + 16), (64, 0), (100, 64)])
 def test_any_page_and_stride(page_size, padding):
     one = paged(case(64, [150, 70], [33, 90]), page_size, 7, padding)
@@ -59,6 +61,7 @@ def test_any_number_of_heads(heads):
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_rings_and_spans_of_entries():
     """The window alone in decode (rings of 128 slots, some never written) and with ranges of entries in prefill."""
     rings = paged(decode_case(64, [-1, 0, 49, 126, 127, 5000]), 64)
@@ -79,6 +82,7 @@ def test_nothing_is_read_that_is_not_selected():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("splits", "cluster"), cases((3, 2), full=[(1, 1), (7, 1)]))
 def test_parts_join_to_the_whole(splits, cluster):
     one = paged(case(64, [300, 0, 20], [128, 90, 0]), 48)
@@ -94,6 +98,7 @@ def test_tokens_of_a_chunk_share_tiles_of_entries():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_every_schedule_gives_the_same_bits(cluster):
     one = paged(case(100, [230, 70], [128, 33]), 48)
@@ -103,6 +108,7 @@ def test_every_schedule_gives_the_same_bits(cluster):
     assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
 def test_what_128_keys_cost(cluster):
     """Warp-instructions from the difference of 1,024 and 512 keys without holes, beside the 16-bit kernel's.
@@ -126,6 +132,7 @@ def test_what_128_keys_cost(cluster):
         assert cost[True] < 9_972 and 1_296 < more < 2_700  # 128 heads; FlashInfer's FP8 kernel: 9,972
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("switches", SWITCHES)
 def test_what_the_compiler_says(switches):
     kernel, code = compiled(Fmha, (*ALL, *switches))
@@ -145,6 +152,7 @@ def test_what_the_compiler_says(switches):
     assert {name: ptx.count(code.ptx, name) for name in counts} == counts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize(
     ("keys", "ends"),

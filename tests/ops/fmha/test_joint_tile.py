@@ -37,6 +37,7 @@ def test_how_many_tiles():
     assert [count_tiles(n, 129) - count_tiles(n, 128) for n in (0, 1, 60, 61, 64)] == [1, 0, 0, 1, 1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("entries", cases("index", full=["range"]))
 @pytest.mark.parametrize("window", cases(37, 128, full=[0, 4, 65]))
 def test_any_number_of_entries_beside_any_window(entries, window):
@@ -60,6 +61,7 @@ def test_rings_at_any_rotation_behind_selected_entries(positions, cluster):
     assert outcome.result.stats["mma"] == MMAS * expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("starts", [[0, 1, 127], [128, 5000, 8190]])
 def test_a_pair_of_tokens_takes_a_tile_less(starts):
     """HCA prefill, two tokens of 64 heads in a pair: 129 window keys, after entries under a limit a query."""
@@ -76,6 +78,7 @@ def test_a_pair_of_tokens_takes_a_tile_less(starts):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sms", cases(1, full=[2, None]))
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_tokens_with_and_without_it_in_turn(sms, cluster):
@@ -102,6 +105,7 @@ def test_no_entry_is_there():
     assert not outcome.output[1].any() and bool((outcome.lse[1] == -float("inf")).all())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("which", "one"),
     cases(
@@ -120,6 +124,7 @@ def test_every_schedule_gives_the_same_bits(which, one):
     assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize("switches", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("page", cases(48, full=[1]))
@@ -202,6 +207,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("entries", cases("index", full=["range"]))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault, entries):
@@ -210,6 +216,7 @@ def test_faults_are_found(fault, entries):
     assert FAULTS[fault] in {f[0] for f in found}, found
 
 
+@pytest.mark.full
 def test_bytes_of_a_mixed_tile_are_counted():
     """Window keys from TMA, entries from pages: a stage that counts no byte is full before the window is there."""
     one = paged(case(64, [41, 9], [20, 30]), 48)

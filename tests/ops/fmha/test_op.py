@@ -37,18 +37,21 @@ def test_kinds_of_keys(entries, splits):
     assert not outcome.output[1].any() and bool((outcome.lse[1] == -float("inf")).all())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_without_window_sink_and_rotation(dtype):
     outcome = run_fmha_op(case(64, [100, 20], [0, 0], dtype=dtype), "index", False, sink=False)
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 5), (5, 2), (37, 1), (100, 1), (128, 3)])
 def test_heads_and_tokens(heads, tokens):
     outcome = run_fmha_op(case(heads, [70 - 3 * t for t in range(tokens)], [3] * tokens, seed=heads), "index", True)
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("top_k", cases(0, 1, 63, 65, 513, full=[64, 2048]))
 def test_any_number_of_entries(top_k):
     outcome = run_fmha_op(case(64, [top_k], [5], seed=top_k), "index", True)
@@ -71,6 +74,7 @@ def test_flash_prefill():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_rings_of_requests_in_any_order(splits):
     """A ring a request, tokens in another order than the rings; fills of 1, 128 and a wrapped one."""
@@ -82,12 +86,14 @@ def test_rings_of_requests_in_any_order(splits):
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("starts", [[0, 127], [1, 128, 5000]])
 def test_chunks_of_a_prefill(starts):
     outcome = run_fmha_op(prefill_case(64, starts, 3), "range", True)
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_gathered_entries_are_the_same_bits_as_a_list():
     one = case(64, [150, 33], [20, 100])
     index = torch.where(one.index < 0, 3, one.index)
@@ -100,6 +106,7 @@ def test_gathered_entries_are_the_same_bits_as_a_list():
     assert [bits(x) for x in run(one, entries=op.Gathered(full))] == [bits(x) for x in short]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("page", [1, 7, 64])
 def test_pages_may_lie_anywhere(page):
     """Entries on pages of any size, pages in any order: the same bits."""
@@ -131,6 +138,7 @@ def test_the_order_of_keys_does_not_matter():
     assert bits(outcomes[0].output) != bits(outcomes[1].output)  # the test sees that something changed
 
 
+@pytest.mark.full
 def test_the_number_of_parts_does_not_matter():
     one = case(64, [300, 0, 20], [128, 90, 0])
     outcomes = {n: run_fmha_op(one, "index", True, rope=True, splits=n) for n in (1, 2, 4, 7, 16, None)}
@@ -140,6 +148,7 @@ def test_the_number_of_parts_does_not_matter():
     assert len({bits(outcome.output) for outcome in outcomes.values()}) > 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_token_does_not_depend_on_its_batch(splits):
     """Alone, first, last, beside other tokens: the same bits."""
@@ -159,6 +168,7 @@ def test_what_other_tokens_hold_never_matters():
     assert bits(run(one)[0][0]) == bits(run(other)[0][0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_parts_of_the_dimensions_never_change_a_bit(splits, monkeypatch):
     """On a larger GPU a token may have more CTAs; its bits stay."""
@@ -182,6 +192,7 @@ def test_a_last_part_of_another_length(monkeypatch):
     assert bits(o) == bits(outcome.output[[2, 0, 1]]) and bits(lse) == bits(outcome.lse[[2, 0, 1]])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("sink", [float("-inf"), 80.0, 1e4, float("inf")])
 def test_sinks_at_the_ends(sink, splits):
@@ -202,6 +213,7 @@ def test_neighbours_with_disjoint_selections():
     assert bits(outcome.output[0]) != bits(outcome.output[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", cases(3, full=[1]))
 def test_every_schedule_gives_the_same_bits(splits):
     one = case(64, [150, 70], [128, 33])
@@ -224,6 +236,7 @@ def test_nothing_to_attend_to():
     assert bits(o) == bits(run(one, entries=None)[0]) and not o[1].any()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", cases(3, full=[1]))
 @pytest.mark.parametrize("kind", ["index", "range"])
 def test_entries_of_584_bytes(kind, splits):
@@ -235,6 +248,7 @@ def test_entries_of_584_bytes(kind, splits):
     assert (o.double() - outcome.truth).norm() <= 2e-3 * outcome.truth.norm()
 
 
+@pytest.mark.full
 def test_entries_of_584_bytes_for_128_heads():
     """Two CTAs, each of which brings half of a tile's keys, in parts."""
     one = paged(case(128, [150], [20]), 64, 64, seed=1)
@@ -242,6 +256,7 @@ def test_entries_of_584_bytes_for_128_heads():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_rings_of_584_bytes():
     """A page a request."""
     one = paged(decode_case(64, [0, 127, 300]), 1, 128)
@@ -269,6 +284,7 @@ def scattered(one, quantised):
     return one, op.Selected(pages or rows, index.int(), one.window_count)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("heads", "entries", "quantised", "splits"),
     cases((64, "none", True, 1), (5, "range", True, 1), full=[(64, "index", False, 1), (128, "index", True, 2)]),
@@ -296,6 +312,7 @@ def test_bad_lists_of_window_rows_are_named(number, said):
         op.fmha(**{**op_arguments(one, kinds, True), "window": window, **given}, backend="emulator")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [1, 2])
 def test_two_ctas_give_the_bits_of_one(splits):
     """128 heads, whose CTAs multiply together, against two calls of 64: other sums, so all are exact here.
@@ -313,6 +330,7 @@ def test_two_ctas_give_the_bits_of_one(splits):
         assert bits(o) == bits(outcome.output[:, half]) and bits(lse) == bits(outcome.lse[:, half])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("heads", "splits"), cases((16, 2), (5, 1), full=[(16, 1), (50, 1), (64, 1)]))
 def test_tokens_that_share_tiles(heads, splits):
     """Chunks of a prefill; no group reaches over the end of a chunk. Fewer CTAs than tokens."""
@@ -324,6 +342,7 @@ def test_tokens_that_share_tiles(heads, splits):
         assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_parts_that_are_not_normalised():
     """Entries here, window there, joined in fp64 with the sink: what the op gives for both at once."""
     one = case(64, [100, 0, 20], [30, 0, 0])

@@ -20,6 +20,7 @@ def same(outcomes):
     return len({(bits(outcome.output), bits(outcome.lse)) for outcome in outcomes}) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("which", "one", "sms", "ctas"),
     [  # 7 tokens over 3 CTAs: three rounds, the last with one of them; CTA 1 starts without keys
@@ -40,6 +41,7 @@ def test_a_cta_takes_several_tokens(which, one, sms, ctas):
     assert same([few, many]) and few.result.stats["ctas"] == ctas < many.result.stats["ctas"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("which", "one"),
     [
@@ -54,6 +56,7 @@ def test_every_schedule_gives_the_same_bits(which, one):
     assert same(outcomes) and len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("splits", "sharing"), [(3, (1,)), (2, (2, True))])
 def test_a_cta_keeps_its_part(splits, sharing):
     """Parts of the keys of several tokens; some parts are empty."""
@@ -62,6 +65,7 @@ def test_a_cta_keeps_its_part(splits, sharing):
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_raw_parts_of_several_tokens():
     one = case(64, [150, 0, 9], [33, 0, 0])
     (o, state, hazards), (o_alone, alone, _) = (

@@ -55,6 +55,7 @@ def right(outcome, name):
     return done and outcome.lse_error <= LSE_BOUNDS.get(name, run_case.LSE_TOLERANCE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", cases(*RUNS, full=LONG))
 def test_numbers(name):
     """Against fp64 and bit for bit against the kernel of few tokens; no report, nothing past the last head."""
@@ -75,6 +76,7 @@ def test_budget(options):
     assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
 
 
+@pytest.mark.full
 def test_every_schedule_gives_the_same_bits():
     """Two tokens of a CTA, of three and two tiles."""
     one = paged(case(64, [140, 3], [33, 70]), 48)
@@ -95,6 +97,7 @@ def entries_of_all_codes():
     return data, torch.nn.functional.pad(scales, (0, 1), value=255).to(torch.uint8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [5])
 def test_one_key_is_its_value(tokens):
     """P is 1, so O is the entry, bit for bit: every code, scales on both sides of what one factor makes, NaN."""
@@ -137,6 +140,7 @@ def test_what_calls_are_not_split():
     assert choose_splits(4096, 64, 512, 128, 132) == 1
 
 
+@pytest.mark.full
 def test_a_tile_takes_fewer_instructions_than_in_the_kernel_of_few_tokens():
     """Warp-instructions from the difference of 512 and 256 keys."""
     found = {}
@@ -153,6 +157,7 @@ def test_a_tile_takes_fewer_instructions_than_in_the_kernel_of_few_tokens():
 FOUND_BY_DEFAULT = "NoProxyFence", "HastyP", "OwnMaximum", "OddSplits"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", cases(*FOUND_BY_DEFAULT, full=("HastyQueries", "LastTileLost")))
 def test_faults_are_found(name):
     options, one = {}, paged(case(64, [150, 3], [33, 70], seed=3), 48)
@@ -169,6 +174,7 @@ def test_every_fault_has_its_finder():
     assert set(FAULTS) == set(CAUGHT_BY)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", cases(3, full=(2, 7)))
 def test_splits_join_to_the_whole(splits):
     """Splits of whole pairs: more than some tokens have; the first has no keys, the last's window starts in a pair."""

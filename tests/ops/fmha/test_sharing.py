@@ -35,6 +35,7 @@ def counts(one, *which):
     return outcome.result.instructions, stats["tma_read_bytes"], stats["tma_load_bytes"], stats["mma"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("heads", [1, 65, 127, *(pytest.param(n, marks=FULL) for n in (37, 64, 100, 128))])
 def test_a_pair_takes_any_number_of_heads(heads):
     """Up to 128 rows over two CTAs; pad rows never leak, also where the second CTA has no head at all."""
@@ -53,6 +54,7 @@ def test_a_pair_gives_the_bits_of_two_ctas(entries):
     assert bits(pair.output) == bits(alone.output) and bits(pair.lse) == bits(alone.lse)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head_dim", [128, pytest.param(256, marks=FULL)])
 def test_head_dimensions_of_a_pair(head_dim):
     which = (head_dim, "fp16", "index", True, True, True, False, False, False, 2)
@@ -60,6 +62,7 @@ def test_head_dimensions_of_a_pair(head_dim):
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads", [130, pytest.param(200, marks=FULL)])
 def test_two_pairs_for_more_heads(heads):
     outcome = run_fmha(Fmha, settings("index", 2), case(heads, [150], [33]))
@@ -73,6 +76,7 @@ def test_pro_decode():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("which", "one"),
     [
@@ -106,6 +110,7 @@ def test_a_pair_reads_each_key_once():
     assert instructions <= 5300 and rest == [128 << 10, 128 << 10, 48]  # 6,000 asked for
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("heads", "cluster"),
     [(3, 2), (20, 1), (100, 2), *(pytest.param(*x, marks=FULL) for x in ((1, 1), (20, 2), (33, 2), (64, 2)))],
@@ -129,6 +134,7 @@ def test_tokens_without_keys_in_a_group(cluster):
         assert not outcome.output[nothing].any() and bool((outcome.lse[nothing] == -float("inf")).all())
 
 
+@pytest.mark.full
 def test_tokens_share_tiles_of_fp8_entries():
     which = (*settings("range")[:7], True, True, 1, True)
     outcome = run_fmha(Fmha, which, paged(prefill_case(20, [127, 5000], 5), 2, 64))
@@ -143,6 +149,7 @@ def test_single_tokens_are_groups():
     assert bits(grouped.output) == bits(alone.output)
 
 
+@pytest.mark.full
 def test_what_sharing_saves():
     """A chunk of 24 tokens of SWA: the union of three windows instead of three windows."""
     one = prefill_case(20, [250], 24)
@@ -152,6 +159,7 @@ def test_what_sharing_saves():
     assert shared[0] < 0.6 * alone[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cluster", "groups"), [(2, True), *(pytest.param(*x, marks=FULL) for x in ((2, False), (1, True)))]
 )
@@ -162,6 +170,7 @@ def test_parts_join_to_the_whole(cluster, groups):
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, 9, pytest.param(3, marks=FULL)])
 def test_raw_parts_join_to_the_whole(splits):
     """Not normalised: O, the reference of the exponents and the sum of the weights, joined by their formula."""
@@ -177,6 +186,7 @@ def test_raw_parts_join_to_the_whole(splits):
         assert float(state[..., 1].max()) > 2 and float((o[0] - truth)[0].norm() / truth[0].norm()) > 0.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=FULL)])
 def test_dense_rows(cluster):
     """Entries gathered before, [T, K, D]: each token has its own, of which it takes the first ``count``."""
@@ -212,6 +222,7 @@ def test_groups_of_chunks():
             call()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", [settings("index", 2), settings("range", 2, True)])
 def test_what_the_compiler_says(which):
     kernel, code = compiled(Fmha, which)

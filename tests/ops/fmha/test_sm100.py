@@ -35,24 +35,28 @@ def test_window_only():
     assert not outcome.output[0].any() and bool((outcome.lse[0] == -float("inf")).all())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("heads", [1, 16, 37, 100, 128])
 def test_any_number_of_heads(heads):
     outcome = run_fmha(Fmha, FULL, case(heads, [70], [3], seed=heads))
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("top_k", [0, 1, 63, 64, 65, 513])
 def test_any_number_of_entries(top_k):
     outcome = run_fmha(Fmha, FULL, case(64, [top_k], [5], seed=top_k))
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head_dim", cases(128, full=[64, 256]))
 def test_head_dimensions(head_dim):
     outcome = run_fmha(Fmha, (head_dim, *FULL[1:]), case(64, [200, 77], [128, 50], head_dim=head_dim))
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("keys", [128, 256, 1024, 4096])
 def test_nothing_is_lost_from_tile_to_tile(keys):
     outcome = run_fmha(Fmha, (512, "bf16", "range", False, False), case(64, [keys], [0]))
@@ -68,6 +72,7 @@ def test_neighbours_with_disjoint_selections_get_their_own_keys():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sink", [float("-inf"), 80.0, 1e4, float("inf")])
 def test_sinks_at_the_ends(sink):
     """-inf is no sink, a large one takes everything: 0, never NaN."""
@@ -88,6 +93,7 @@ def apart(q, how):
     return rows.copy_(q)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["fused with other projections", "every other row", "one head of each token in turn"])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_q_is_read_where_it_lies(how, cluster):
@@ -108,6 +114,7 @@ def test_a_rising_maximum_rescales():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_pro_decode():
     """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window."""
     outcome = run_fmha(Fmha, FULL, case(128, [1024] * 4, [128] * 4))
@@ -138,6 +145,7 @@ def test_a_token_does_not_depend_on_its_batch():
     assert bits(single.output[0]) == bits(together.output[1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("entries", "splits"), [("index", 1), ("index", 3), ("range", 7)])
 def test_parts_join_to_the_whole(entries, splits):
     """More splits than tiles leave parts empty."""
@@ -145,6 +153,7 @@ def test_parts_join_to_the_whole(entries, splits):
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("head_dim", [64, 256, 512])
 def test_what_the_compiler_says(head_dim):
     kernel, code = compiled(Fmha, (head_dim, *FULL[1:]))

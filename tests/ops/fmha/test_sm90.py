@@ -39,6 +39,7 @@ SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "rand
 pytestmark = pytest.mark.filterwarnings("error:the emulator reports")  # hazards
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", cases(*RUNS, full=LONG))
 def test_numbers(name):
     """Against fp64; no report, nothing written past the last head, nothing spilled, sizes as budgeted."""
@@ -93,6 +94,7 @@ def keys_of(one, counts=None):
     return entries, window
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, None])
 def test_the_op_with_padded_rows(splits):
     """Alone and with as many splits as it chooses; a padded row has poison for q and lists, and lengths of -1."""
@@ -151,6 +153,7 @@ def test_a_tile_takes_so_many_instructions():
 FOUND_BY_DEFAULT = "NoProxyFence", "EveryKeyCounts", "HastyEnd", "BlindGuess"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", cases(*FOUND_BY_DEFAULT, full=("OwnSum", "FirstAngles")))
 def test_faults_are_found(name):
     options, one = {"inverse_rope": True}, paged(case(64, [70, 3], [33, 20]), 48)

@@ -85,6 +85,7 @@ def test_fakes_of_any_size_compile_nothing():
     assert compile_cache.default().counts == before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_takes_it_whole(dynamic):
     """One graph, no break, work before and after it; the same bits; a second batch compiles no kernel."""
@@ -145,6 +146,7 @@ def as_native():
         yield gpu
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_cuda_graph_holds_it(as_native, splits):
     """Captured on a stream: kernel launches, views and allocations, no other work and no wait; replays see new data."""

@@ -16,6 +16,7 @@ LISTS = [700, 0, 77, 300], [128, 0, 50, 128]
 PER_TOKEN = "q", "index", "first", "count", "window_first", "window_count", "cos", "sin"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("splits", "tail", "sms", "ctas"),
     [  # (tokens at a time, 1024ths); 4 tokens
@@ -40,12 +41,14 @@ def test_any_share(splits, tail, sms, ctas, cluster):
     assert gpu.launches[0].result.stats["ctas"] == ctas * cluster
 
 
+@pytest.mark.full
 def test_entries_of_584_bytes():
     one = paged(case(64, *LISTS), 48)
     outcome = run_split(one, "range", True, 2, tail=(1, 130))
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_every_schedule_gives_the_same_bits(cluster):
     one = case(64 * cluster, [150, 0, 200], [1, 0, 33])

@@ -98,6 +98,7 @@ def test_python_lines_reach_the_ptx(built):
     assert {source[i.line - 1].split("(")[0].strip() for i in found} == {"cute.gemm", "cute.copy"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ["sm_103a", "sm_100f"])
 def test_other_blackwell_targets(arch):
     done = compile_for(GemmTile(), GemmTile().fake_args(), arch)
@@ -186,6 +187,7 @@ SHAPES = [(200, 136, 264), (129, 515, 333), (1, 1, 1), (300, 260, 520), (257, 23
 NATIVE, EMULATOR = backends.status("native", "sm_100a"), backends.status("emulator", "sm_100a")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sm100
 @pytest.mark.skipif(
     not (NATIVE.available or EMULATOR.available),

@@ -112,6 +112,7 @@ SHAPES = [(200, 136, 264), (1, 8, 1), (257, 24, 577), (77, 232, 391)]
 NATIVE, EMULATOR = backends.status("native", "sm_90a"), backends.status("emulator", "sm_90a")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sm90
 @pytest.mark.skipif(
     not (NATIVE.available or EMULATOR.available),

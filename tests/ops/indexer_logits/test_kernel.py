@@ -46,6 +46,7 @@ def run(made, kernel, code, splits=1, columns=None, **options):
     return out, gpu
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
     variant, heads, tokens, page_size, splits, *rows = RUNS[name]
@@ -61,6 +62,7 @@ def test_numbers(name):
     assert code.smem_bytes == rows["SMEM: total"].used and code.threads == rows["threads"].used
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["prefill", "prefill fp4"])
 def test_every_schedule_gives_the_same_bits(name):
     variant, heads, tokens, page_size, splits, *rows = RUNS[name]
@@ -73,6 +75,7 @@ def test_every_schedule_gives_the_same_bits(name):
     assert all(torch.equal(one, results[0]) for one in results)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", ["fp8", "fp4"])
 def test_a_score_depends_on_its_token_and_key_alone(variant):
     """Tiles of one token or several, one split or three, pages of 32 or 64 keys: the same bits."""
@@ -85,6 +88,7 @@ def test_a_score_depends_on_its_token_and_key_alone(variant):
     assert all(torch.equal(one, results[0]) for one in results)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", ["fp8", "fp4"])
 def test_hard_keys(variant):
     """Equal keys score equally, keys of zeros score 0, and a NaN stays with its own key."""
@@ -118,6 +122,7 @@ SHOWS = {  # fault: run of `RUNS` that shows it, or a long one
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(name):
     """By numbers, by what is written, or by the race detector; the right kernel passes the same checks."""

@@ -23,6 +23,7 @@ def new(made, value=7.0):
     return torch.full((len(made.visible.requests), made.keys_of.shape[1]), value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("variant", ["fp8", "fp4"])
 def test_both_back_ends(variant, name):

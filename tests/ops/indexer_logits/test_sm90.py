@@ -57,6 +57,7 @@ def kernel_of(name, variant="fp8"):
 FP4 = [("mixed runs", "fp4"), ("many heads", "fp4")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "variant"),
     cases(*((name, "fp8") for name in RUNS), *FP4, full=[one for name in RUNS if (one := (name, "fp4")) not in FP4]),
@@ -74,6 +75,7 @@ def test_numbers(name, variant):
     assert code.threads == rows["threads"].used
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", KERNELS)
 def test_every_schedule_gives_the_same_bits(variant):
     kernel, code, splits, made = kernel_of("mixed runs", variant)
@@ -96,6 +98,7 @@ def test_a_score_depends_on_its_token_and_key_alone():
     assert all(torch.equal(one, results[0]) for one in results)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", KERNELS)
 def test_hard_keys(variant):
     """Equal keys score equally, keys of zeros score 0, and a NaN stays with its own key."""
@@ -158,6 +161,7 @@ def test_pages_past_a_length_may_be_anything():
     assert not gpu.hazards and torch.equal(found, want)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "variant"), [*((name, "fp8") for name in FAULTS), *((name, "fp4") for name in FP4_FAULTS)]
 )

@@ -85,6 +85,7 @@ def same(found, want):
     return all(b is None or torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arch", "settings", "tokens", "count", "kind"),
     [
@@ -154,6 +155,7 @@ def test_sums_in_the_order_of_the_oracle():
         assert same(run(("fp8", True, lanes, 1, 4), "sm_90a", q, weights, table(zero)), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", ["fp8", "fp4"])
 def test_what_is_no_number(variant):
     """A NaN or Inf reaches all of a rotated head; zeros; sums that leave fp32; subnormals."""
@@ -165,6 +167,7 @@ def test_what_is_no_number(variant):
     torch.testing.assert_close(found[2], want[2], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "variant"), [("sm_90a", "fp8"), ("sm_100a", "fp4")])
 def test_all_schedules_give_the_same_bits(arch, variant):
     q, weights, positions = case(3, 5)

@@ -67,6 +67,7 @@ def same(found, want):
     return torch.equal(found[0], want.codes) and torch.equal(found[1], want.scales)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("tokens", "count", "settings"), [(3, 5, (4, 2)), (1, 1, (1, 4)), (2, 128, (8, 2))])
 def test_bits_of_the_oracle(arch, tokens, count, settings):
@@ -74,6 +75,7 @@ def test_bits_of_the_oracle(arch, tokens, count, settings):
     assert same(run((*settings, False), arch, o, table(positions)), oracle(o, positions))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "tokens"), [("sm_100a", 3), ("sm_90a", 129)])
 def test_images_under_every_schedule(arch, tokens):
     """Every byte of an image is written by one thread of one launch, the padding too."""
@@ -92,6 +94,7 @@ def test_images_under_every_schedule(arch, tokens):
         assert torch.equal(image, scale_swizzle.swizzle(want))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["colmajor", "colmajor_ue8m0"])
 def test_columns_of_scales(layout):
     """Two heads a warp, five of them, in memory with room between the columns."""
@@ -160,6 +163,7 @@ def test_ties_and_ends_of_bf16():
     assert same(run((8, 4, False), "sm_90a", o, table(torch.zeros(1))), oracle(o, torch.zeros(1)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_schedules_give_the_same_bits(arch):
     o, positions = heads(3, 5), positions_of(3)

@@ -42,6 +42,7 @@ def compiled(arch, by_slot):
     return kernel, code
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 @pytest.mark.parametrize("by_slot", [False, True], ids=["by row", "by slot"])
 @pytest.mark.parametrize("counts", [RAGGED, ([1] * 40, [*range(40)])], ids=["ragged", "forty requests"])

@@ -37,6 +37,7 @@ def same(found, pages, page_size, indices):
     return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(torch.int16), want[~nan].view(torch.int16))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 @pytest.mark.parametrize(("page_size", "count"), [(3, 21), (64, 5)])
 def test_all_codes_and_scales(arch, page_size, count):

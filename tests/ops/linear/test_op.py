@@ -41,6 +41,7 @@ def off(found, want):
     return float((found.double() - want).norm() / want.norm())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", FORMS)
 def test_dense(mode):
     """One tile and its ragged neighbours in both directions; fp32 sums of exact products."""
@@ -52,6 +53,7 @@ def test_dense(mode):
     assert off(again, exact(a, b, alpha.double()[0])) < 1e-7
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("out_format", ["nvfp4", "mxfp8"])
 def test_first_gemm_of_a_shared_expert(out_format):
     """A pair of CTAs, clamped, quantised: the codes of the reference back end but at ties."""
@@ -132,6 +134,7 @@ TRUE = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TRUE)
 def test_true_shapes(name):
     """First, last and ragged tiles by CTA; what no CTA computed stays as it was."""
@@ -166,6 +169,7 @@ def test_true_shapes(name):
     assert (out[~seen] == 7).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("tokens", "ctas"), [(1, (0, 121)), (17, (121,)), (130, (120, 121)), (300, (94, 95))])
 def test_lm_head(tokens, ctas):
     """bf16 in, fp32 out, the model's vocabulary: what these persistent CTAs compute, the last tile with it."""
@@ -193,6 +197,7 @@ def fp8_operands(groups, tokens, features, k, seed=0):
     return (qx.codes, qx.scales), (qw.codes, qw.scales), fp8_oracle(qx, qw)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("groups", "sizes"), [((), (1, 200, 528)), ((), (70, 75, 400)), ((3,), (9, 136, 144))], ids=str
 )
@@ -206,6 +211,7 @@ def test_fp8_block(groups, sizes):
     assert torch.equal(linear(*typed, mode="fp8_block", out_format="fp32", backend="emulator").codes, y)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("groups", "sizes"), [((), (1, 200, 264)), ((), (70, 75, 200)), ((3,), (9, 136, 72))], ids=str)
 def test_bf16_on_a_hopper(groups, sizes):
     """Emulated kernel and oracle, alone and in groups; rows that are parts of longer ones."""
@@ -254,6 +260,7 @@ def test_fp8_block_reads_what_quantize_writes():
     assert off(y, linear(*mxfp8, mode="mxfp8", out_format="fp32", backend="emulator").codes.double()) < 2.0**-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("heads", [True, False])
 def test_output_projection_fp8_block(heads):
     """Three groups side by side in rows that are longer, scales as `inv_rope_quant` has them row-major."""

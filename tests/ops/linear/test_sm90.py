@@ -45,6 +45,7 @@ def made_for(options, sizes):
     return (plain if options.get("operands") == "bf16" else case)(*sizes)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
     """Against fp64 of the operands; no report, nothing else written, nothing spilled, sizes as budgeted."""
@@ -61,6 +62,7 @@ def test_numbers(name):
     assert ("setmaxnreg.inc" in done.ptx) == ("registers" in rows)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scales", [("fp32", "fp32"), ("e8m0", "fp32"), ("fp32", "e8m0")], ids=str)
 def test_fp32_scales(scales):
     mixed = {name: case(2, 5, 136, 400, scales=name) for name in ("fp32", "e8m0")}
@@ -69,6 +71,7 @@ def test_fp32_scales(scales):
     assert run(options, made).findings() == set()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("groups_m", cases(2, full=[1]))
 @pytest.mark.parametrize("tile_n", TILES_N)
 def test_nothing_is_spilled(tile_n, groups_m):
@@ -107,6 +110,7 @@ def test_small_integers_of_bf16_are_exact():
         assert outcome.findings() == set() and outcome.error == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["token", "weight"])
 def test_nan_of_bf16_stays_in_its_row(where):
     made, options = plain(1, 9, 72, 200), {"out": "fp32", "tile_n": 16} | BF16
@@ -119,6 +123,7 @@ def test_nan_of_bf16_stays_in_its_row(where):
     assert torch.equal(found[~wrong], clean[~wrong])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("byte", [0, 1, 100, 254])
 def test_any_scale(byte):
     """From 2^-127 on: what the product of both leaves in fp32."""
@@ -128,6 +133,7 @@ def test_any_scale(byte):
     assert run({"out": "fp32"}, made).findings() == set()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", ["token", "token's scale", "weight"])
 def test_nan_stays_in_its_row(where):
     made = case(1, 9, 72, 400)
@@ -145,6 +151,7 @@ def test_nan_stays_in_its_row(where):
     assert torch.equal(found[~wrong], clean[~wrong])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     cases({"split": 4, "step_k": 128, "groups_m": 2}, {"split": 2, "step_k": 128} | BF16, full=[{"step_k": 128}]),
@@ -163,6 +170,7 @@ def test_every_schedule_gives_the_same_bits(options):
     assert len(outputs) == 1 and len(hashes) >= 4
 
 
+@pytest.mark.full
 def test_bits_of_a_token_do_not_depend_on_tiles():
     """Sums are in the order of K, whatever the tile, the stage, the warpgroups and the number of CTAs."""
     made = case(1, 11, 136, 1040)
@@ -174,6 +182,7 @@ def test_bits_of_a_token_do_not_depend_on_tiles():
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CAUGHT_BY)
 def test_faults_are_found(name):
     options = {"out": "fp32", "split": 2, "step_k": 256}

@@ -55,6 +55,7 @@ def run(name, **options):
     return run_mega_moe(case(layout, tokens, busy=busy), **given, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     cases(
@@ -89,6 +90,7 @@ def test_budget_of_the_models():
             assert all(row.used <= row.limit for row in kernel.budget())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", cases("two ranks", "nvfp4", full=["busy expert", "four ranks"]))
 def test_ranks_do_not_change_bits(name):
     """Tokens and experts on one rank give the bits that they give on several."""
@@ -100,6 +102,7 @@ def test_ranks_do_not_change_bits(name):
     assert torch.equal(torch.cat(several.outs), alone.outs[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", LAYOUTS)
 def test_bits_are_those_of_the_ops_one_after_the_other(mode):
     """Dispatch, both GEMMs and combine as ops of their own."""
@@ -119,6 +122,7 @@ def test_bits_are_those_of_the_ops_one_after_the_other(mode):
     assert fused.clean and torch.equal(fused.outs[0], moe_combine(y.codes, routes.row_of, backend="emulator"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", LAYOUTS)
 @pytest.mark.parametrize("order", cases([0, 1], full=[[1, 0]]), ids=str)
 def test_every_schedule_gives_the_same_bits(mode, order):
@@ -131,6 +135,7 @@ def test_every_schedule_gives_the_same_bits(mode, order):
     assert len(outputs) == 1 and len(hashes) >= 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", LAYOUTS)
 def test_some_numbers_reach_the_clamp(mode):
     """So a clamp that is wrong shows in the numbers of the other tests; likewise the top of a calibrated range."""
@@ -268,6 +273,7 @@ def test_hard_values():
     assert torch.equal(found.outs[1], outcome.outs[1]) and not found.hazards
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", cases("random", full=["round_robin", "adversarial", "newest_first"]))
 def test_calls_in_a_row(schedule):
     """Epochs: other routes, other numbers of tokens, on the same memory; the second call may start before all ends."""
@@ -303,6 +309,7 @@ ACROSS = (
 )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", cases(*ACROSS, full=[name for name in CAUGHT_BY if name not in ACROSS]))
 def test_faults_are_found(name):
     """By the means that each names; the kernel without it runs clean in the same way."""
@@ -322,6 +329,7 @@ def test_faults_are_found(name):
 # ----------------------------------------------------------------------- op
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", LAYOUTS)
 def test_the_op_on_one_rank(mode):
     """Against the reference back end; tokens staged, or in the buffer already; wide rows; a kept output."""
@@ -443,6 +451,7 @@ def test_options_that_are_refused():
         assert caught.value.name == "tile_n"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", LAYOUTS)
 def test_rows_of_the_bench(mode):
     """Both providers pass the row's check, and a token that is wrong does not."""
@@ -461,6 +470,7 @@ def test_rows_of_the_bench(mode):
         bench._check(given, {"y": found[0]})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", LAYOUTS)
 @pytest.mark.parametrize("arch", cases("sm_103a", full=["sm_100f"]))
 def test_other_targets(arch, mode):

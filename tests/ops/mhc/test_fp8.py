@@ -79,6 +79,7 @@ SHARINGS = [
 DEFAULT, OTHER = SHARINGS[:7], SHARINGS[1:8:6]  # on sm_90a, on sm_100a
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "variant", "d", "cluster", "recipe"),
     [
@@ -91,6 +92,7 @@ def test_codes_of_y(arch, variant, d, cluster, recipe):
     check(run(hard(5, d, seed=d), 3, 2, arch, variant=variant, d=d, cluster=cluster, recipe=recipe), recipe)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("one", cases(SHARINGS[0], full=[(SHARINGS[6],)]), ids=["few_tokens", "many_tokens"])
 def test_without_y_and_row_major(one):
     """The same codes and the same y, streams and coefficients as a kernel without them."""
@@ -105,6 +107,7 @@ def test_without_y_and_row_major(one):
     assert all(torch.equal(bare[i], without[i]) for i in (0, 2, 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", cases("few_tokens", full=["many_tokens"]))
 def test_tokens_and_tiles(variant):
     """Tokens past a block of 128 rows, several tiles a group of CTAs, groups of warps, one tile; the same bits."""
@@ -140,6 +143,7 @@ def test_all_schedules_give_the_same_bits(arch, variant, d, cluster, recipe, sch
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("one", [SHARINGS[0], SHARINGS[10]], ids=["few_tokens", "many_tokens"])
 def test_nan_stays_in_its_token(one):
     variant, d, cluster, recipe = one
@@ -178,6 +182,7 @@ MORE += [(4096, "few_tokens", "mxfp8", {"groups": 3, **ONCE}), (4096, "few_token
 MORE += [(4096, "many_tokens", "fp8", {"keep_y": False}), (4096, "many_tokens", "mxfp8", {})]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "d", "variant", "recipe", "settings"),
     [

@@ -120,6 +120,7 @@ SHAPES = [(1, 1, 1), (3, 2, 2), (33, 16, 2), (37, 5, 2), (41, 2, 1), (41, 21, 1)
 ON_BOTH = SHAPES[1]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("arch", "tokens", "rows", "clusters"),
@@ -164,6 +165,7 @@ def test_parts_keep_all_bits_of_comb_and_post():
 LARGE = ("few_tokens", 8), ("many_tokens", 8), ("many_tokens", 16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("variant", "cluster"), [("few_tokens", 16), *(pytest.param(*x, marks=FULL) for x in LARGE)])
 def test_many_warps_and_large_clusters(variant, cluster):
     """d 1024 over 16 CTAs of two workers each, or over 8 of four."""
@@ -182,6 +184,7 @@ def test_first_site_and_head(variant):
     check(run(given, 3, 1, **settings), given, head=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_tokens_bits_do_not_depend_on_its_place(variant):
     given = case(21, 128)
@@ -217,6 +220,7 @@ DEFAULT = {("sm_90a", "adversarial", "few_tokens"), ("sm_90a", "random", "many_t
 DEFAULT |= {("sm_90a", "newest_first", "many_tokens")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "schedule", "variant"),
     [pytest.param(*one, marks=() if one in DEFAULT else FULL) for one in itertools.product(ARCHS, SCHEDULES, VARIANTS)],
@@ -251,6 +255,7 @@ def three_tokens(variant):
     return run(case(3, 128), 3, 1, variant=variant)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_check_notices(fault, variant, monkeypatch):
@@ -266,6 +271,7 @@ CASES = [(arch, d, variant, {}) for d in (4096, 7168) for variant in VARIANTS fo
 CASES += [(arch, 4096, "few_tokens", {"groups": groups, "once": True}) for groups in (1, 2, 3) for arch in ARCHS]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "d", "variant", "settings"),
     [pytest.param(*one, marks=() if one[0] == "sm_90a" or one == CASES[1] else FULL) for one in CASES],
@@ -276,6 +282,7 @@ def test_budget(arch, d, variant, settings):
     assert code.registers * 32 * (4 * -(-code.threads // 128)) <= 65536
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("d", (4096, 7168))
 def test_code_of_few_tokens_is_short(d, arch):
@@ -285,6 +292,7 @@ def test_code_of_few_tokens_is_short(d, arch):
         assert read_cubin(code.cubin).code_bytes <= 24 << 10
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=FULL)])
 @pytest.mark.parametrize(
     ("groups", "tokens", "rows", "clusters"), [(1, 1, 1, 1), (1, 9, 5, 2), (2, 31, 16, 2), (3, 47, 24, 2)]

@@ -35,6 +35,7 @@ def test_back_ends_agree():
     bench.check(GIVEN, dict(zip(names, calls[0]("emulator"), strict=True)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("variant", "recipe"),
     cases(

@@ -49,6 +49,7 @@ def shape(name, **options):
     return case(lengths, heads, page_size, **types, seed=3, past=NOWHERE, **options), splits
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     cases(*BRIEF, full=[name for name in SHAPES if name not in BRIEF]),
@@ -112,6 +113,7 @@ def test_limbs_of_hard_queries():
     assert torch.equal(result.out[~wrong], found.out[~wrong]) and torch.equal(result.lse[~wrong], found.lse[~wrong])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("heads", "splits"), cases((5, 3), (100, 1), full=[(5, 1), (100, 3)]))
 def test_schedules(heads, splits):
     """All schedules give the same bits without hazards, also where a CTA or a pair takes several items."""
@@ -133,6 +135,7 @@ def test_persistent_ctas_of_many_splits_end(heads):
     assert torch.equal(found[0].out, found[1].out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "heads"), cases((BF16, 7), full=[(E4M3, 7), (BF16, 90), (FP16, 7)]))
 def test_splits_agree(dtype, heads):
     """Splits change roundings alone: out within what one rounding of P makes, LSE within 1e-6."""
@@ -200,6 +203,7 @@ def test_equal_scores_zeros_and_nan():
 LESS_OFTEN = "EveryTokenCounts NoRescale OwnHalfMaximum AlwaysOverwrites OwnTokens HighLimbOfP NaturalExponent".split()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", cases(*(one for one in FAULTS if one not in LESS_OFTEN), full=LESS_OFTEN))
 def test_faults_are_found(name):
     """Each by what `CAUGHT_BY` says."""
@@ -219,6 +223,7 @@ def test_nothing_is_found_without_a_fault():
         assert attend(one, splits=splits).reports() == set()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("settings", "registers"),
     cases(

@@ -41,6 +41,7 @@ def made(name):
     return case(*given, past=NOWHERE, seed=3, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", cases(*RUNS, full=LONG))
 def test_numbers(name):
     """Against fp64; no report, nothing written past the outputs, nothing spilled, sizes as budgeted."""
@@ -87,6 +88,7 @@ def test_pages_anywhere_give_the_same_bits():
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", cases(1, 2, full=(-1,)))
 def test_the_op(splits):
     """Through torch: padded rows, a workspace, and splits by a second launch."""
@@ -121,6 +123,7 @@ DEFAULT = ("NoProxyFence", "WrongHalf", "OwnMaximum", "TailNotCleared", "Convert
 OF_FP8 = ("ConvertedUnseen", "TailConverted")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", cases(*DEFAULT, full=sorted(set(FAULTS) - set(DEFAULT))))
 def test_faults_are_found(name):
     one = case([270], 9, 64, spread=30.0, kv_dtype=E4M3 if name in OF_FP8 else None)

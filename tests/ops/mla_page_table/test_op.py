@@ -103,6 +103,7 @@ def test_tokens_are_read_only_to_be_checked(check, monkeypatch):
     assert seen == [{"started": False, "checked": check}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("checked", [False, True])
 def test_schedules_and_budget(checked, arch):
@@ -131,6 +132,7 @@ def test_schedules_and_budget(checked, arch):
     assert bool((out[2:] == 7).all()) and bool((out[:, 18:] == 7).all())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(name, arch, monkeypatch):

@@ -101,6 +101,7 @@ def test_no_routing_needs_more_rows_than_the_bound_and_one_needs_all(tokens, k, 
 # ------------------------------------------------------------------ dispatch
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("experts", "k", "tokens"), [(256, 6, 1), (384, 6, 129), (300, 5, 67), (1, 1, 3)])
 def test_random_routes(arch, experts, k, tokens):
@@ -108,6 +109,7 @@ def test_random_routes(arch, experts, k, tokens):
     right(run((experts, k), arch, *given), *given)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kind", ["one expert", "two experts", "masked routes", "no expert", "expert twice"])
 def test_odd_routes(arch, kind):
@@ -158,6 +160,7 @@ def test_4096_tokens():
     right(run((256, 6), "sm_90a", experts, weights, checks="default"), experts, weights)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_schedules_give_the_same_bits(arch):
     experts, weights = routes(131, 5, 40, seed=4)
@@ -184,6 +187,7 @@ def combine(settings, arch, y, row_of, weights, shared, **device):
     return out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("k", "d", "weighted", "shared"), [(6, 4096, 0, 1), (6, 1032, 1, 1), (11, 8, 1, 0), (1, 520, 0, 0)]

@@ -11,6 +11,7 @@ SMALL = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", bench.OUTPUTS)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_check_takes_our_kernel_and_refuses_a_changed_row(name, mode):

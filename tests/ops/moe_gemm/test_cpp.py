@@ -48,6 +48,7 @@ def same(found, q):
     return torch.equal(found.codes, want.codes) and torch.equal(found.scales, want.scales)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("group", [16, 32])
 def test_budget(arch, group):
@@ -56,6 +57,7 @@ def test_budget(arch, group):
     assert "prmt.b32" in code.ptx
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("group", [16, 32])
 def test_every_code_under_every_scale(arch, group):
@@ -76,12 +78,14 @@ def test_several_experts_and_no_weights(group):
     assert same(run("sm_90a", weights(other, q.scales, group)), q)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("group", [16, 32])
 def test_all_schedules_give_the_same_bits(group):
     q = random(group, seed=1)
     assert all(same(run("sm_90a", q, schedule=s, seed=3), q) for s in SCHEDULES)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("group", "fault"),
     [(group, name) for group in (16, 32) for name in cpp.FAULTS] + [(16, n) for n in cpp.FAULTS_OF_NVFP4],

@@ -18,11 +18,13 @@ def run(kind, options):
     return run_moe_gemm(kind, options, made, grid=2, schedule="adversarial")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CAUGHT_BY)
 def test_found(name):
     assert CAUGHT_BY[name] in {found[0] for found in run(FAULTS[name], RUNS[name]).findings()}
 
 
+@pytest.mark.full
 def test_weights_that_are_fetched_twice_show_in_bytes_alone():
     options = {"mode": "nvfp4", "out": "fp32"}
     right, twice = (run(kind, options) for kind in (MoeGemm, WeightsTwice))

@@ -30,6 +30,7 @@ def test_emulator_and_reference_agree():
 NAN_SCALES = {"nvfp4": 0x7F, "mxfp8": 255}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("out", ["nvfp4", "mxfp8", "bf16"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(out, bad):
@@ -66,6 +67,7 @@ def test_tiles_follow_the_expected_tokens():
     assert {tile_of(largest(n), 256)[0] for n in EXPECTED} == set(TILES)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("expected", "kernel"), [(None, "128, fp32, alpha, pair"), (20, "64, fp32, alpha")])
 def test_the_kernel_is_the_one_of_the_expected_tokens(monkeypatch, expected, kernel):
     """None: the rows there are; a number: what groups have on average."""

@@ -32,6 +32,7 @@ RUNS = {  # options, counts, N, K
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
     """Against fp64: errors beside an fp32 product in the same order, or codes; no report, nothing else written."""
@@ -52,6 +53,7 @@ def test_numbers(name):
     assert done.threads == rows["threads"].used
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ctas", "tile_n", "counts"), [(1, 64, [65, 0, 1]), (2, 192, [200, 0, 1])])
 def test_every_schedule_gives_the_same_bits(ctas, tile_n, counts):
     """Alone and as a pair, with two tiles of tokens."""
@@ -121,6 +123,7 @@ def test_tiles_cover_a_group_and_stay_within_their_blocks_of_scales():
             assert all(first % 64 == 0 and first % 128 + rows <= 128 * blocks for first, rows in found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("tile_n", "ctas", "counts"), [(64, 1, [200, 0, 70]), (192, 2, [300])])
 def test_scales_in_tensor_memory_start_where_cutlass_starts_them(monkeypatch, tile_n, ctas, counts):
     """Every MMA of the compiled kernel: scales of weights at the start of a block, of tokens there or 2 columns on."""
@@ -170,6 +173,7 @@ def test_what_an_option_does_not_use_is_refused():
     assert caught.value.name == "routing"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("arch", ["sm_100f", "sm_103a"])
 @pytest.mark.parametrize(("mode", "ctas"), [("nvfp4", 1), ("w4a8", 2)])
 def test_other_targets(arch, mode, ctas):

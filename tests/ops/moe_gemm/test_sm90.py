@@ -85,6 +85,7 @@ def test_scales_that_bf16_cannot_hold_are_refused():
             tile_weights(codes, scales, "w4a16")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
     """Against fp64 of the operands; no report, nothing else written, nothing spilled, sizes as budgeted."""
@@ -104,6 +105,7 @@ def test_numbers(name):
     assert (done.smem_bytes, done.threads) == (rows["SMEM: total"].used, rows["threads"].used)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("first", [{}, {**L1, "out": "mxfp8"}], ids=["down", "gate/up"])
 @pytest.mark.parametrize(("mode", "tile_n"), [(mode, n) for mode in MODES for n in TILES_N[mode]])
 def test_nothing_is_spilled(mode, tile_n, first):
@@ -114,6 +116,7 @@ def test_nothing_is_spilled(mode, tile_n, first):
     assert kernel.step_k == 512 and done.local_bytes == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_small_integers_are_exact(mode):
     """Ties, zeros and narrow data: sums that fp32 and the tensor core hold; scales of all kinds of blocks."""
@@ -139,6 +142,7 @@ def test_small_integers_are_exact(mode):
     assert outcome.error == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("byte", [0, 1, 121, 248])
 def test_any_scale_of_weights(byte):
     """From 2^-127 on: the factor that E4M3 lacks keeps the exponent normal."""
@@ -153,6 +157,7 @@ def test_any_scale_of_weights(byte):
     assert run(options, made).findings() == set()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{**L1, "out": "mxfp8", **NARROW}, {"tile_n": 16}], ids=str)
 def test_every_schedule_gives_the_same_bits(options):
     """And no check finds anything. 9 or 2 steps, by turns of 4 warpgroups; the second has one buffer of sums."""
@@ -182,6 +187,7 @@ def test_bits_do_not_depend_on_who_has_a_tile():
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.full
 def test_tiles_of_tokens_give_the_same_bits():
     """Sums of a token are in the order of K, whatever tile it is in."""
     found = []
@@ -213,6 +219,7 @@ def test_no_tokens_and_many_experts():
     assert run(options, case(TiledMoeGemm(**options), counts, 64, 128), grid=3).findings() == set()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CAUGHT_BY)
 def test_faults_are_found(name):
     options = {**L1, "out": "mxfp8", **NARROW}

@@ -29,6 +29,7 @@ MORE = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", cases(*RUNS, full=MORE))
 def test_numbers(name):
     """Against fp64 of the operands; no report, nothing else written, nothing spilled, sizes as budgeted."""
@@ -44,6 +45,7 @@ def test_numbers(name):
     assert (done.smem_bytes, done.threads) == (rows["SMEM: total"].used, rows["threads"].used)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", cases(72, 73, full=(96, 97, 112, 113)))
 def test_numbers_of_columns(rows):
     """Each number of columns that MMAs of 112 tokens have, at its last row and one more."""
@@ -78,6 +80,7 @@ def whole_numbers(kernel, span):
     return made, packed, scales
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [WideE4m3MoeGemm, TiledMoeGemm])
 def test_small_integers_are_exact(kind):
     """The same weights in both kernels, which both untile to what they were."""
@@ -121,6 +124,7 @@ def test_one_product_is_exact():
     assert outcome.findings() == set() and outcome.error == 0
 
 
+@pytest.mark.full
 def test_every_schedule_gives_the_same_bits():
     """And no check finds anything."""
     options = {"tile_n": 32, "step_k": 256, "out": "mxfp8", **L1}
@@ -134,6 +138,7 @@ def test_every_schedule_gives_the_same_bits():
     assert len(outputs) == 1 and len(hashes) >= 4
 
 
+@pytest.mark.full
 def test_tiles_give_the_same_bits():
     """A token's sums are in the order of K, whatever tile it is in and whichever CTA has it."""
     found = []
@@ -145,6 +150,7 @@ def test_tiles_give_the_same_bits():
     assert torch.equal(*found)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", E4M3_CAUGHT_BY)
 def test_faults_are_found(name):
     options = {"tile_n": 32, "out": "mxfp8", **L1}

@@ -65,6 +65,7 @@ def layer(mode, backend, expected=3):
     return h, y[rows].float(), rows
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("expected", [3, 40], ids=["few", "many"])
 @pytest.mark.parametrize("mode", MODES)
 def test_both_gemms_of_a_layer(mode, expected):

@@ -29,6 +29,7 @@ RUNS = {  # options, counts, N, K
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
     """Against fp64 of the operands; no report, nothing else written, nothing spilled, sizes as budgeted."""
@@ -53,6 +54,7 @@ def test_nothing_is_spilled(mode, tile_n):
     assert kernel.step_k == 512 and done.local_bytes == 0 and done.registers > 128
 
 
+@pytest.mark.full
 def test_every_number_of_rows():
     """Each number of columns that MMAs have, at its last row and one more, in groups of one launch."""
     options = {"tile_n": 64, "out": "fp32", "alpha": False, "step_k": 128}
@@ -60,6 +62,7 @@ def test_every_number_of_rows():
     assert run(options, case(WideMoeGemm(**options), counts, 64, 128), WideMoeGemm).findings() == set()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", TILES_N)
 def test_small_integers_are_exact(mode):
     """Ties, zeros and narrow data: sums that fp32 holds; scales of all kinds of blocks."""
@@ -78,6 +81,7 @@ def test_small_integers_are_exact(mode):
     assert outcome.findings() == set() and outcome.error == 0
 
 
+@pytest.mark.full
 def test_every_schedule_gives_the_same_bits():
     """And no check finds anything."""
     options = {"tile_n": 32, "step_k": 256, **L1}
@@ -91,6 +95,7 @@ def test_every_schedule_gives_the_same_bits():
     assert len(outputs) == 1 and len(hashes) >= 4
 
 
+@pytest.mark.full
 def test_tiles_give_the_same_bits():
     """A token's sums are in the order of K, whatever tile it is in and whichever CTA has it."""
     found = []
@@ -113,6 +118,7 @@ def test_memory_ends_with_the_last_token_and_the_last_expert_of_512():
     assert run(options, made, WideMoeGemm, grid=3).findings() == set()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", WIDE_CAUGHT_BY)
 def test_faults_are_found(name):
     options = {"tile_n": 32, **L1}
@@ -134,6 +140,7 @@ def test_tokens_of_a_group_choose_the_kernel():
     assert [op.many(n) for n in (16, 20, 21, 96)] == [False, False, True, True]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("byte", [24, 148, 149])
 def test_scales_of_weights_at_both_ends(byte):
     """What bf16 holds is exact; what it does not, of the scales that "w4a8" may have, gives no finite number."""

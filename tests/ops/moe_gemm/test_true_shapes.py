@@ -98,6 +98,7 @@ PRO, FLASH = ([(mode, model, layer, (64, 1)) for mode in MODES for layer in ("L1
 PAIRS = [("nvfp4", "Flash", "L1", (128, 2)), ("mxfp4", "Flash", "L2", (192, 2))]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("precision", "model", "layer", "tile"), cases(*PRO, *PAIRS, full=FLASH))
 def test_true_shapes(precision, model, layer, tile):
     mode, planes, out = MODES[precision]

@@ -99,6 +99,7 @@ def check_queries(found, q, positions, arch):
     assert bool(((found[..., 448:].double() - want).abs() <= 2.0**-8 * want.abs() + 2.0**-20 * size).all())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arch", "tokens", "count", "settings", "weighted"),
     [
@@ -174,6 +175,7 @@ def test_indices_outside_the_pool_and_no_numbers():
     assert torch.equal(pages, want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_schedules_give_the_same_bits(arch):
     given = case(3, 5)

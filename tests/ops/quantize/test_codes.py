@@ -114,6 +114,7 @@ def agree(arch, amax, g, x):
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ends", [(-100, 100), (-149, -110), (110, 127.99)], ids=str)
 def test_ties_of_elements_and_their_neighbours(arch, ends):
     """Every threshold under every scale: the fp32 number next to t x scale x g and both of its neighbours.

@@ -90,12 +90,14 @@ def kind(request):
     return request.param
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("page_size", "apart"), [(1, 0), (7, 16), (64, 576)])
 def test_pages(kind, arch, page_size, apart):
     """Nothing but the entries changes: not what lies between them, nor past the last page's scales."""
     check(kind, arch, rows_of(kind, 45, seed=page_size), places(45, page_size), page_size, apart)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_types_and_sizes(kind, dtype):
     """One token (a step of one request), more than a CTA holds, rows further apart than they must be."""
@@ -115,6 +117,7 @@ def test_kv_every_number_as_the_largest_of_its_group(arch):
     check("kv", arch, torch.cat((nope, rope), 1), torch.arange(len(nope)).int(), 64)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rotate", [True, False])
 def test_keys_with_what_is_no_number(arch, rotate):
     """A NaN or Inf reaches all of a rotated key, its block alone otherwise; sums that leave fp32; zeros."""
@@ -144,6 +147,7 @@ def test_indices_out_of_the_pool_are_dropped(kind):
     assert torch.equal(pages, want)
 
 
+@pytest.mark.one_in(2)
 def test_every_schedule_gives_the_same_bits(kind):
     x, indices = rows_of(kind, 9), places(9)
     for schedule in SCHEDULES:

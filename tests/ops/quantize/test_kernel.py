@@ -99,6 +99,7 @@ def arch(request):
 UE8M0 = [("mxfp4", "sm_90a"), ("mxfp4", "sm_100a"), ("mxfp8", "sm_100a"), ("fp8", "sm_90a")]  # E4M3 differs in nothing
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("recipe", "arch"), UE8M0)
 def test_every_number_as_the_largest_of_its_block(recipe, arch):
     """All 2^15 magnitudes of bf16: zeros, subnormals, Inf, every NaN; its block holds parts of it and a -0."""
@@ -110,6 +111,7 @@ def test_every_number_as_the_largest_of_its_block(recipe, arch):
     assert scales.unique().numel() > 100 and (scales == 255).sum() == 128  # Inf and the NaNs
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("recipe", "arch"), UE8M0)
 def test_every_element_under_a_scale(recipe, arch):
     """All 2^16 numbers that are not above the anchor, for anchors at both ends, at a floor, beside a power of two."""
@@ -124,6 +126,7 @@ def test_every_element_under_a_scale(recipe, arch):
         check(anchored(value.expand(len(fill)), fill, block), recipe, arch)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("exponent", [-149, -126, 0, 127])
 def test_nvfp4_every_number_as_the_largest_of_its_block(exponent, arch):
     """All 2^15 magnitudes under global scales at both ends of fp32; ties at a power of two, none at 1.37 times it."""
@@ -146,6 +149,7 @@ def test_nvfp4_derived_scale(arch):
     assert not codes.any() and (scales == 0x7F).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("recipe", "arch"), [("nvfp4", "sm_90a"), ("nvfp4", "sm_100a"), ("mxfp8", "sm_90a")])
 def test_fp32(recipe, arch):
     """24 bits of significand: what bf16 would round away decides codes."""
@@ -158,6 +162,7 @@ def test_fp32(recipe, arch):
 # -------------------------------------------------------------------- layouts
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize(("recipe", "arch"), [("nvfp4", "sm_100a"), ("fp8", "sm_90a")])
 def test_sizes(recipe, arch, swizzled):
@@ -178,6 +183,7 @@ LAYOUTS = [  # recipe, architecture, deinterleave, swizzled; rows are gathered
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("recipe", "arch", "deinterleave", "swizzled"), LAYOUTS)
 def test_rows_gathered_and_padded(recipe, arch, deinterleave, swizzled):
     """Any order, rows twice, padding in the middle and at the end; a row that is padding looks at nothing."""
@@ -227,6 +233,7 @@ def test_out_of_range_rows_are_padding():
 # -------------------------------------------------- schedules, code, bad settings
 
 
+@pytest.mark.one_in(2)
 def test_every_schedule_gives_the_same_bits(arch):
     """With the race detector; `Amax` of several CTAs, each of several turns."""
     x = rows_of(40, 1024, seed=9)

@@ -76,6 +76,7 @@ def close(y, h, weight):
     assert bool(((y.double() - want).abs() <= 2.0**-8 * (1 + 2.0**-10) * want.abs()).all())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("d", "tokens"), [(4096, 3), (7168, 2), (1032, 4), (8, 3)])
 @pytest.mark.parametrize("add", [False, True])
@@ -118,6 +119,7 @@ def test_rows_of_a_larger_matrix_and_nan_in_one(run):
     close(y[1:], x[1:], weight)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @languages
 def test_all_schedules_give_the_same_bits(run, arch):
@@ -140,6 +142,7 @@ SEEN = {  # by the checks; the others by the numbers
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", cpp.FAULTS)
 def test_faults_of_cpp_are_found(fault):
     """By a check, or by the numbers; x is what the launch before has written."""

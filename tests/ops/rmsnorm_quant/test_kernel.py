@@ -101,6 +101,7 @@ def check(found, x, residual, weight, g, recipe, arch):
     assert found[3] is None or torch.equal(found[3], y)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("arch", "recipe", "d", "tokens", "weighted", "keep"),
     [
@@ -118,6 +119,7 @@ def test_the_norm_and_then_the_format(arch, recipe, d, tokens, weighted, keep):
     check(run((recipe, d, weighted, keep), arch, *given), *given, recipe, arch)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
     ("recipe", "d", "tokens", "keep"),
@@ -137,6 +139,7 @@ def test_without_an_addition(arch, recipe, d, tokens, keep):
         assert torch.equal(image[2], scale_swizzle.swizzle(found[2].repeat_interleave(repeats, -1)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
     ("recipe", "d", "tokens"),
@@ -207,6 +210,7 @@ def test_every_fault_is_found():
     assert not torch.equal(found[2], quantize(y, "mxfp8")[1][0].roll(1, -1)), "scale from the wrong block"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "recipe"), [("sm_90a", "fp8"), ("sm_100a", "nvfp4")])
 def test_all_schedules_give_the_same_bits(arch, recipe):
     given = case(3, 1152)
@@ -214,6 +218,7 @@ def test_all_schedules_give_the_same_bits(arch, recipe):
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one[:3], found[0][:3], strict=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "nvfp4"])
 def test_only_weights_are_read_before_the_kernel_before_is_done(recipe):
     """That kernel may have written everything else, the global scale too."""

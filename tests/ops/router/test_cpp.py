@@ -33,6 +33,7 @@ def run(arch, inputs, chosen, k, **device):
     return out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("d", "hashed"), [(0, False), (4096, False), (4096, True)])
 def test_budget(arch, d, hashed):
@@ -40,6 +41,7 @@ def test_budget(arch, d, hashed):
     assert code.local_bytes == 0 and small(code) and code.registers <= 96, code
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("experts", "k", "tokens"), [(256, 6, 11), (384, 6, 1), (250, 16, 3), (512, 8, 2), (5, 1, 9)])
 def test_from_logits(arch, experts, k, tokens):
@@ -49,6 +51,7 @@ def test_from_logits(arch, experts, k, tokens):
     close(run(arch, logits, bias, k), want)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "experts", "k", "tokens", "d"),
     [("sm_90a", 42, 5, 3, 2112), ("sm_100a", 60, 7, 5, 1024), ("sm_100a", 33, 16, 7, 64)],
@@ -116,6 +119,7 @@ def test_all_schedules_give_the_same_bits():
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", cpp.FAULTS)
 def test_faults_are_found(fault):
     x, weight = operands(4, 40, 128)
@@ -142,6 +146,7 @@ def test_faults_are_found(fault):
         assert (wrong or bool(seen)) == bool(faults), (fault, faults, error)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", cpp.FAULTS_OF_TABLES)
 def test_faults_of_tables_are_found(fault):
     logits = case(3, 24)[0]

@@ -102,6 +102,7 @@ BY_TURNS = [(ARCHS[i % 2], *shape) for i, shape in enumerate(SHAPES)]
 OTHER = [(ARCHS[(i + 1) % 2], *shape) for i, shape in enumerate(SHAPES)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "experts", "k", "tokens"), cases(*BY_TURNS, full=OTHER))
 def test_from_logits(arch, experts, k, tokens):
     logits, bias = case(tokens, experts, seed=k)
@@ -146,6 +147,7 @@ def test_the_bias_selects_and_no_more():
     close(found, expected(logits, 6, bias))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_affinities_from_end_to_end(arch):
     """Weights of two experts whose logits are far from, and at, the places where formulas change."""
@@ -158,6 +160,7 @@ def test_affinities_from_end_to_end(arch):
     assert float(((found[1] - want[1]) / want[1])[big].abs().max()) < ULPS and int((~big).sum()) < 6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nan_poisons_its_row_and_no_other(arch):
     """Experts stay valid and distinct; a NaN is picked only when nothing else is left."""
@@ -182,6 +185,7 @@ def test_experts_by_table():
 # -------------------------------------------------------------------- fused
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "experts", "k", "tile", "tokens", "d"),
     [
@@ -203,6 +207,7 @@ def test_fused(arch, experts, k, tile, tokens, d):
     close(run(FusedRouter, (experts, k, False, *tile), arch, (x, weight), bias), want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("experts", [256, 40])
 def test_fused_ties_go_to_the_lower_number(arch, experts):
@@ -216,6 +221,7 @@ def test_fused_ties_go_to_the_lower_number(arch, experts):
         close(found, expected(torch.zeros(1, experts), 6, bias))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_fused_nan_poisons_its_row(arch):
     x, weight = operands(2, 40, 128)
@@ -233,6 +239,7 @@ def test_fused_by_table():
     close(run(FusedRouter, (24, 6, True), "sm_100a", (x, weight), (table, tokens)), want)
 
 
+@pytest.mark.full
 def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_tiles():
     for d, others in (
         (320, [((2, 4, 1, True, 3), slice(0, 37)), ((4, 1, 2, True, 1), slice(3, 37))]),
@@ -248,6 +255,7 @@ def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_tiles():
             assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_schedules_give_the_same_bits(arch):
     logits, bias = case(9, 40)
@@ -285,6 +293,7 @@ def injected(monkeypatch, old, new):
     return result
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("weak", ["st.relaxed.gpu.global.v2", "ld.relaxed.gpu.global.v4", "st.relaxed.gpu.global.v4"])
 def test_slots_that_are_not_exchanged_by_strong_accesses_are_found(monkeypatch, weak):
     """Injected: numbers are right here, but nothing says that another CTA will see them, or only them."""

@@ -29,6 +29,7 @@ def routes():
     return router(LOGITS, **settings(backend="reference"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_router_on_both_back_ends(fused, hashed):

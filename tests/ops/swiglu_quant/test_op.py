@@ -18,6 +18,7 @@ SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "rand
 ARCHS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.full)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["emulator", "reference"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 128), (3, 1280), (7, 384)])

@@ -28,6 +28,7 @@ def run(arch, scores, lengths, k, **device):
     return picks
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 @pytest.mark.parametrize(("by_score", "page"), [(False, 0), (True, 0), (False, 64)])
 def test_budget(arch, by_score, page):
@@ -47,6 +48,7 @@ def test_rows_of_every_kind(arch):
         assert not wrong, (k, wrong)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("k", [1, 192, 2048])
 def test_lengths_around_k(arch, k):
@@ -112,6 +114,7 @@ SEEN = {
 }  # by the checks; the others by the picks
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", cpp.FAULTS)
 def test_faults_are_found(fault):
     rows = kinds(300)

@@ -113,6 +113,7 @@ def kinds(size=SIZE, seed=0):
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "settings"), EVERY_FORM, ids=NAMES)
 def test_rows_of_every_kind(arch, settings):
     rows = kinds()
@@ -125,6 +126,7 @@ def test_rows_of_every_kind(arch, settings):
         assert not wrong, (k, wrong)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("arch", "settings"), EVERY_FORM, ids=NAMES)
 @pytest.mark.parametrize("k", cases(192, 1024, 2048, full=[512, 1152]))
 def test_lengths_around_k(arch, settings, k):
@@ -136,6 +138,7 @@ def test_lengths_around_k(arch, settings, k):
     assert torch.equal(found, expected(scores, lengths.clamp(0, SIZE), k))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "settings"), EVERY_FORM, ids=NAMES)
 def test_ties_at_the_last_pick(arch, settings):
     """As many scores of the same bin as are compared with each other, one less and one more, equal or not quite."""
@@ -153,6 +156,7 @@ def test_ties_at_the_last_pick(arch, settings):
         assert torch.equal(run(arch, settings, scores, full(scores), k), expected(scores, full(scores), k)), k
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "settings"), [FORMS[2], FORMS[3]], ids=["cluster", "stream"])
 def test_rows_that_lie_apart_and_start_anywhere(arch, settings):
     """L no multiple of 4, rows on 4 bytes, NaN around them; rows without lengths."""
@@ -163,6 +167,7 @@ def test_rows_that_lie_apart_and_start_anywhere(arch, settings):
     assert torch.equal(found, expected(scores, full(scores), 100))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("arch", "settings"), EVERY_FORM, ids=NAMES)
 def test_nan_ranks_behind_everything(arch, settings):
     scores = torch.stack([kinds()["normal"]] * 3)
@@ -174,6 +179,7 @@ def test_nan_ranks_behind_everything(arch, settings):
     assert torch.equal(found[2], torch.arange(800).int())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [CHIP, BOTH], ids=["chip", "both"])
 def test_in_the_order_of_scores(settings):
     """As the oracle has them, also where a row is shorter than k."""
@@ -183,6 +189,7 @@ def test_in_the_order_of_scores(settings):
     assert torch.equal(found, reference(scores, 100, lengths.long()).int())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("arch", "settings"), EVERY_FORM, ids=NAMES)
 def test_all_schedules_give_the_same_bits(arch, settings):
     rows = kinds()
@@ -221,6 +228,7 @@ class CandidatesUnawaited(ClusterTopK):
             ClusterTopK.wait(self, s, number)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "settings", "name"),
     [
@@ -247,6 +255,7 @@ def test_faults_are_found(kind, settings, name):
     assert wrong and kind in (TiesAnyhow, DropsItsBound)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("arch", "wide", "k"), [("sm_100a", True, 1152), ("sm_90a", False, 1153), ("sm_90a", True, 4)])
 def test_rows_that_are_picked_whole(arch, wide, k):
     """Lengths on both sides of the scores there are; a place past the picks stays as it is."""

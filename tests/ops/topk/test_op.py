@@ -18,6 +18,7 @@ SCORES = (torch.randn(3, 700, generator=GENERATOR) * 30).round()  # ties
 LENGTHS = torch.tensor([700, 300, 41], dtype=torch.int32)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_score", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_both_back_ends(by_score, ragged):
@@ -26,6 +27,7 @@ def test_both_back_ends(by_score, ragged):
     assert torch.equal(found, topk(*given, by_score=by_score, backend="reference")) and found.dtype == torch.int32
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("k", "size"), [(50, 64), (20, 32), (700, 100), (9, 1)])
 def test_rows_of_pages(k, size):
     """Looked up where the picks are made: a request without pages, a negative page, one past the table."""
@@ -68,6 +70,7 @@ def test_rows_of_a_larger_tensor_into_the_callers_memory():
     assert topk(SCORES[:0], 5, backend="emulator").shape == (0, 5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("k", [3, 5, 2000])
 def test_many_rows(k, monkeypatch):
     """More than a grid has along its second axis, of rows that are picked whole and of others: the launch is taken."""

@@ -51,6 +51,7 @@ def run(name, dtype, backend="emulator", **options):
     return attend(one, backend, 3, splits=splits, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -121,6 +122,7 @@ def test_schedules(dim, splits, arch):
     assert float((results[0][0].double() - want.want.o).abs().max()) < 0.02 * float(want.want.o.abs().max())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("settings", "registers"),
@@ -145,6 +147,7 @@ def test_budget(settings, registers, arch):
     assert code.local_bytes == 0 and code.registers <= 128 and small(code)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(name, arch):

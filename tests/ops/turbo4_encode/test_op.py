@@ -27,6 +27,7 @@ def pages_of(count, heads, dim, page_size):
     return torch.full((count, heads, turbo4.layout(dim).page_bytes(page_size)), 0xA5, dtype=torch.uint8)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "dtype", "backend"),
@@ -82,6 +83,7 @@ def test_schedules_and_budget(dim, arch):
     assert torch.equal(results[0], want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(name, arch):
