@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv4lib.emulator.checks.clocks import CARRIED, Clocks
+from dsv4lib.emulator.checks.clocks import CARRIED, EXECUTED, Clocks, rows
 from dsv4lib.emulator.checks.launches import reaches_devices
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, GENERIC, GLOBAL, READ, STRONG, WRITE
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
 CTA, CLUSTER, GPU, SYS = range(4)  # what a scope reaches
+NEVER = SYS + 1  # the scope of an access ends before the other thread: no fence makes up for that
 _REACH = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": SYS, "volatile": SYS, "mmio": SYS}
 
 
@@ -53,7 +54,7 @@ class Flags:
         self._words: dict[tuple[bool, int, int], np.ndarray] = {}
         self._narrow: set[int] = set()  # words of global memory with releases whose scope ends in the cluster
         # By reach of the fence: what any warp has fenced.
-        self._fenced = [np.zeros((2, clocks.size), np.uint32) for _ in range(SYS + 1)]
+        self._fenced = [rows(clocks.size) for _ in range(NEVER + 1)]
         # By warp and the least reach of the fence that it waits for: what its relaxed accesses found.
         self._read: dict[tuple[int, int], np.ndarray] = {}
 
@@ -70,9 +71,19 @@ class Flags:
             np.maximum(fence, clock, out=fence)
         self.clocks.tick(warp)
 
-    def before_relaxed(self, warp: Warp) -> np.ndarray:
-        """Find what a relaxed arrival at a barrier of the cluster releases: what has been fenced."""
-        return np.minimum(self.clocks.of(warp), self._fenced[CLUSTER])
+    def released(self, warp: Warp, reach: int) -> np.ndarray:
+        """Find what a relaxed arrival or store leaves: of the memory, what a fence that reaches so far has released."""
+        own = self.clocks.of(warp)
+        left = np.minimum(own, self._fenced[reach])
+        left[EXECUTED] = own[EXECUTED]
+        return left
+
+    def found(self, warp: Warp, left: np.ndarray, reach: int = CTA) -> None:
+        """Keep what a relaxed wait or load found for the warp's next fence that reaches so far."""
+        own = self.clocks.of(warp)
+        np.maximum(own[EXECUTED], left[EXECUTED], out=own[EXECUTED])
+        kept = self._read.setdefault((warp.agent, reach), np.zeros_like(own))
+        np.maximum(kept, left, out=kept)
 
     def access(self, cluster: Cluster, warp: Warp, entries: Any, far: GlobalRaces, acquire: bool) -> None:
         """Order by the reading, or the writing, half of strong accesses in the log."""
@@ -126,16 +137,20 @@ class Flags:
         for reach, place in self._places(warp, opcode, far, word):
             left = self._words.get(place)
             if left is None:
-                left = self._words[place] = np.zeros((2, self.clocks.size), np.uint32)
+                left = self._words[place] = rows(self.clocks.size)
             np.maximum(left, self._clock(warp, opcode, False, reach), out=left)
 
     def _take(self, warp: Warp, opcode: str, far: bool, word: int) -> None:
         """Acquire what warps of the cluster, or of the CTA, have left."""
         for reach, place in self._places(warp, opcode, far, word):
             left = self._words.get(place)
-            if left is not None:
-                clock = self._clock(warp, opcode, True, reach)
+            if left is None:
+                continue
+            if _orders(opcode, True):
+                clock = self.clocks.of(warp)
                 np.maximum(clock, left, out=clock)
+            else:
+                self.found(warp, left, reach)
 
     def _clock(self, warp: Warp, opcode: str, acquire: bool, reach: int) -> np.ndarray:
         """The warp's clock if the access orders by itself, else what a fence of that reach does with it."""
@@ -144,7 +159,7 @@ class Flags:
             return own
         if acquire:
             return self._read.setdefault((warp.agent, reach), np.zeros_like(own))
-        return np.minimum(own, self._fenced[reach])
+        return self.released(warp, reach)
 
 
 def segments(strong: np.ndarray) -> list[slice]:

@@ -22,7 +22,7 @@ from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clo
 from dsv4lib.emulator.checks.cluster_state import ClusterState
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import hidden_reads, reach_of, segments, trace_far
+from dsv4lib.emulator.checks.flags import CLUSTER, hidden_reads, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.lanes import LaneChecks
 from dsv4lib.emulator.checks.order import MARK, Order
@@ -98,7 +98,7 @@ class Detector(Order):
         if self._lanes is not None:
             self._lanes.started(cluster)
 
-    def arrived(self, point: Any) -> None:
+    def arrived(self, point: Any, relaxed: int | None = None) -> None:
         """Arrive at a barrier for the completing operation, or else for the running warp."""
         op, clocks = self.op, self._state(self.warp if self.op is None else self.op.warp).clocks
         if op is None:
@@ -106,15 +106,23 @@ class Detector(Order):
             self._phases.arrives(point, clocks, me, clocks.epochs[me], clocks.of(self.warp), self.warp.place)
         elif op.entry != UNKNOWN:
             self._phases.arrives(point, clocks, op.entry, op.epoch, op.clock, op.where)
-        super().arrived(point)
+        super().arrived(point, relaxed)
+
+    def _released(self, warp: Warp, reach: int) -> np.ndarray:
+        """What a relaxed arrival releases: what was fenced, and initialisations of mbarriers that were."""
+        state = self._state(warp)
+        return self._peers.relaxed(warp, state.clocks, state.flags.released(warp, reach))
 
     def looked(self, warp: Warp, barrier: Any) -> None:
         """Record that the warp has seen the latest phase of an mbarrier complete."""
         self._phases.looked(barrier, self._state(warp).clocks, warp)
 
-    def acquired(self, warp: Warp, point: Any) -> None:
-        """Acquire what a completed phase of ``point`` gathered."""
-        super().acquired(warp, point)
+    def acquired(self, warp: Warp, point: Any, relaxed: bool = False) -> None:
+        """Acquire what a completed phase of ``point`` gathered, after a relaxed wait at a fence to come."""
+        if not relaxed:
+            super().acquired(warp, point)
+        elif point.sync is not None:
+            self._state(warp).flags.found(warp, point.sync.done)
         if self._fences is not None:
             self._fences.passed(warp)
 
@@ -141,17 +149,17 @@ class Detector(Order):
             self.machine.report("missing_proxy_fence_overwrite", text, self.op.where(), owner=owner)
 
     def _left(self, point: Any) -> None:
-        """What an operation leaves: its own entry; in the CARRIED row also what its issuer knew."""
+        """What an operation leaves: its own entry; in the rows after STRICT also what its issuer knew."""
         op = self.op
         sync = self._phases.point(point, self._state(op.warp).clocks)
         if op.entry == UNKNOWN:
             sync.blind = True
             return
         gathering = sync.gathering
-        left = op.clock[CARRIED].copy()
-        left[op.entry] = op.epoch
+        left = op.clock[CARRIED:].copy()
+        left[:, op.entry] = op.epoch
         gathering[STRICT, op.entry] = max(gathering[STRICT, op.entry], op.epoch)
-        np.maximum(gathering[CARRIED], left, out=gathering[CARRIED])
+        np.maximum(gathering[CARRIED:], left, out=gathering[CARRIED:])
 
     def initialised(self, barrier: Any) -> None:
         """Record that the running warp has initialised an mbarrier."""
@@ -178,10 +186,7 @@ class Detector(Order):
 
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
         """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
-        state = self._state(warp)
-        known = state.clocks.of(warp)
-        if relaxed:
-            known = self._peers.relaxed(warp, state.clocks, state.flags.before_relaxed(warp))
+        known = self._released(warp, CLUSTER) if relaxed else self._state(warp).clocks.of(warp)
         self._arrive_in_cluster(warp, barrier, phase, known)
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
@@ -243,7 +248,7 @@ class Detector(Order):
             self._fences.issued(op)
         op.clock = clock = clocks.of(warp).copy()
         clocks.tick(warp)  # what the issuer does next is not before the operation
-        clock[STRICT, entry] = clock[CARRIED, entry] = ALWAYS
+        clock[:, entry] = ALWAYS
         if op.signals is not None:
             op.epoch = op.signals.phase + 1
             return

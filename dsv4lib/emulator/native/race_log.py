@@ -27,6 +27,7 @@ DONE, LEFT, ORDERING = 0, 1, 2
 KEYS = 64  # entries of Launch.STAMPS an instruction: by memory and bytes
 _MANY = 8  # cells that `sweep` looks at together
 ALL_BYTES = 15  # of a word
+ROWS = 3  # of a clock (checks/clocks.py): the first two are read here
 SYNC = 16  # bit beside them, as in checks/global_memory.py
 
 _I32, _I64, _PTR = ir.IntType(32), ir.IntType(64), ir.PointerType()
@@ -39,7 +40,7 @@ class Launch(IntEnum):
 
 
 class Group(IntEnum):
-    """int64 fields about a cluster. WARPS: uint32[warps, 2, SIZE] clocks; SHADOWS: a `Memory` block for each CTA."""
+    """int64 fields about a cluster. WARPS: uint32[warps, ROWS, SIZE] clocks; SHADOWS: a `Memory` block for each CTA."""
 
     WARPS, EPOCHS, SIZE, TABLE, SHADOWS, CTAS, BASE = range(7)
 
@@ -169,7 +170,7 @@ class _Judge(Code):
         self.launch, self.group, self.me, self.n, ordered = self.args
         self.near, self.far = self.load(self.group, Group.TABLE), self.load(self.launch, Launch.TABLE)
         self.size = self.load(self.group, Group.SIZE)
-        row = self.b.mul(self.b.mul(self.me, self.size), _I64(8))
+        row = self.b.mul(self.b.mul(self.me, self.size), _I64(4 * ROWS))
         self.strict = self.b.add(self.load(self.group, Group.WARPS), row)
         self.carried = self.b.add(self.strict, self.b.mul(self.size, _I64(4)))
         self.epoch = self.load(self.load(self.group, Group.EPOCHS), self.me, _I32)
