@@ -25,12 +25,11 @@ from dsv4lib.emulator.checks.dependent import Dependence
 from dsv4lib.emulator.checks.flags import CLUSTER, hidden_reads, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.lanes import LaneChecks
-from dsv4lib.emulator.checks.order import MARK, Order
 from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.peers import Peers
 from dsv4lib.emulator.checks.phases import Phases
 from dsv4lib.emulator.checks.products import Products
-from dsv4lib.emulator.checks.report import place_at
+from dsv4lib.emulator.checks.proxies import Proxies
 from dsv4lib.emulator.checks.shadow import (
     ALL_BYTES,
     Actor,
@@ -62,7 +61,7 @@ _LANES = np.arange(abi.LANES, dtype=np.uint32)
 _EVERY_LANE = np.tile(np.arange(abi.LANES), CAPACITY)
 
 
-class Detector(Order):
+class Detector(Proxies):
     """Detector of one launch."""
 
     full = True
@@ -140,13 +139,6 @@ class Detector(Order):
     def executed(self, warp: Warp, instr: Any) -> None:
         """Report what the code shows about a wgmma or a tcgen05.ld that the warp executes."""
         self._code.executed(warp, instr)
-
-    def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
-        """Check a copy that overwrites 16-byte chunks that threads wrote without a fence."""
-        if self.op is not None:
-            text = f"{self.op.label} overwrites shared memory of {cta} that threads wrote without fence.proxy.async"
-            owner = self.writer_of(cta, chunks)
-            self.machine.report("missing_proxy_fence_overwrite", text, self.op.where(), owner=owner)
 
     def _left(self, point: Any) -> None:
         """What an operation leaves: its own entry; in the rows after STRICT also what its issuer knew."""
@@ -524,41 +516,6 @@ class Detector(Order):
                     where, same = cluster.ctas[rank], bool(code & SAME)
                     self._report(where, actor, pc, warp, conflict, "shared memory", cells, None, lane, same)
 
-    # --- proxies ----------------------------------------------------------------------------------------------------
-
-    def fenced(self, cta: Cta, warp: Warp) -> None:
-        """Cover by the warp's proxy fence every write that is ordered before it.
-
-        A chunk carries the mark of one warp; its words by others are those warps' own affair.
-        """
-        dirty = cta.smem.dirty
-        chunks = cta.smem.marked()
-        if not len(chunks):
-            return
-        state = self._state(warp)
-        writers = Chunks(chunks).get(state.shared[cta.rank].writer)
-        table, clock = state.accesses, state.clocks.of(warp)[CARRIED]
-        entries = table.entry[writers]
-        owners = state.clocks.agents()[entries]
-        marked = (dirty[chunks] & MARK).astype(np.int64) - 1 + cta.warps[0].agent
-        late = (table.epoch[writers] > clock[entries]) & (owners == np.repeat(marked, 4))
-        dirty[chunks[~late.reshape(-1, 4).any(1)]] = 0
-
-    def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Find the writer of the first chunk that no proxy fence covers, or None."""
-        flat = chunks.reshape(-1)
-        chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
-        return self.writer_at(cta, 4 * int(chunk), 4)
-
-    def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
-        """Find the last writer of some words of shared memory, or None."""
-        state = cta.cluster.race
-        number = int(state.shared[cta.rank].writer[word : word + count].max())
-        table = state.accesses
-        if not number:
-            return None
-        return self._owner(cta, state.clocks, int(table.entry[number]), int(table.pc[number]), int(table.lanes[number]))
-
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(
@@ -597,9 +554,3 @@ class Detector(Order):
         found = self.machine.report(kind, message, place, owner=owner, cta=cta.ctaid, order=conflict.what)
         if found is not None:
             self._found[key] = found
-
-    def _owner(self, cta: Cta, clocks: Clocks, entry: int, pc: int, lanes: int) -> Place:
-        """The place of the earlier access."""
-        warp = clocks.all_warps[entry] if entry < len(clocks.all_warps) else None
-        at = (cta.ctaid, None) if warp is None else (warp.cta.ctaid, warp.warp_id)
-        return place_at(self.machine.program, pc, *at, lanes)

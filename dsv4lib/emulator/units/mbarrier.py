@@ -95,9 +95,7 @@ class MBarrier:
             f"{self.expected - self.pending} of {self.expected} arrived, {self.tx} bytes outstanding"
         )
 
-    def arrive(
-        self, count: int, where: Where, expect: int = 0, drop: bool = False, relaxed: int | None = None
-    ) -> int:
+    def arrive(self, count: int, where: Where, expect: int = 0, drop: bool = False, relaxed: int | None = None) -> int:
         """Expect bytes and arrive ``count`` times, in one step. Returns the opaque state before it.
 
         ``drop`` lowers the expected count of this and all later phases as well; ``relaxed``: see `Order.arrived`.

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4lib import emulator
 from dsv4lib.emulator.checks import errors
-from dsv4lib.emulator.errors import LaunchError, MemoryFault
+from dsv4lib.emulator.errors import Deadlock, LaunchError, MemoryFault
 from dsv4lib.emulator.sanitize import command
 from dsv4lib.emulator.sanitize.command import Wish
 from tests.cases import cases
@@ -191,3 +191,15 @@ def test_a_script_and_its_mistakes(tmp_path, capfd, body, code, said, printed):
     out, error = capfd.readouterr()
     assert printed in out and said in error, error
     assert ("counts.py:8" in error) == (code != 0), error  # the line of the kernel
+
+
+@pytest.mark.parametrize(("num_ctas", "grid"), [(1, 2), (2, 1), (2, 2)])
+def test_a_wait_by_atomics_ends_or_is_a_deadlock(gpu, num_ctas, grid):
+    """Its loop has barriers, which are no progress; the program that it waits for has not begun when it asks first."""
+    flag, out = (torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(2))
+    if grid == 2:
+        kernels.ask[(grid,)](flag, out, 2, num_ctas=num_ctas)
+        assert int(out[0]) == 7 and not errors(gpu.hazards)
+        flag.zero_()
+    with pytest.raises(Deadlock, match=r"CTA \(0, 0, 0\) warp 0: .*triton_kernels.py:\d+\): .*atom.global"):
+        kernels.ask[(grid,)](flag, out, 3, num_ctas=num_ctas)

@@ -59,13 +59,23 @@ CASES = {
     ),
     "a fence after the relaxed arrival": Case(
         "race_shared",
-        INIT.format(64, 1) + PUT + f"<<||{FENCE.format('cta')}>>" + arrive("relaxed.cta")
-        + f"<<{FENCE.format('cta')}||>>" + wait() + GET,
+        INIT.format(64, 1)
+        + PUT
+        + f"<<||{FENCE.format('cta')}>>"
+        + arrive("relaxed.cta")
+        + f"<<{FENCE.format('cta')}||>>"
+        + wait()
+        + GET,
     ),
     "a fence before the store that it is for": Case(
         "race_shared",
-        INIT.format(64, 1) + f"<<{FENCE.format('cta')}||>>" + PUT + f"<<||{FENCE.format('cta')}>>"
-        + arrive("relaxed.cta") + wait() + GET,
+        INIT.format(64, 1)
+        + f"<<{FENCE.format('cta')}||>>"
+        + PUT
+        + f"<<||{FENCE.format('cta')}>>"
+        + arrive("relaxed.cta")
+        + wait()
+        + GET,
     ),
     "a relaxed wait": Case(
         "race_shared", INIT.format(64, 1) + PUT + arrive("release.cta") + wait("<<relaxed||acquire>>.cta") + GET
@@ -93,7 +103,8 @@ CASES = {
         "race_shared", RETURNED.format("acquire.cta", "", "", "<<relaxed||release>>.cta")
     ),
     "a buffer that is taken back by a relaxed wait": Case(
-        "race_shared", RETURNED.format("relaxed.cta", f"<<||{FENCE.format('cta')}>>", FENCE.format("cta"), "relaxed.cta")
+        "race_shared",
+        RETURNED.format("relaxed.cta", f"<<||{FENCE.format('cta')}>>", FENCE.format("cta"), "relaxed.cta"),
     ),
     "a relaxed arrival at a peer": Case(
         "race_shared", SENT.format(REMOTE.format("<<relaxed||release>>.cluster")), **PEERS
