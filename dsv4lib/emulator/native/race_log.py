@@ -57,7 +57,7 @@ class Memory(IntEnum):
     An agent's reads are all in [LOW, HIGH), and cell & COLUMNS of them in [FROM, TO).
     """
 
-    TABLE, WRITER, WORDS, COLUMNS, CELLS, LATEST, NUMBER, LOW, HIGH, FROM, TO, ENTRIES, READERS = range(13)
+    TABLE, WRITER, WORDS, COLUMNS, CELLS, LATEST, NUMBER, LOW, HIGH, FROM, TO, ENTRIES, READERS, UNDER = range(14)
 
 
 class Box(IntEnum):
@@ -72,7 +72,7 @@ class Box(IntEnum):
 class Area(IntEnum):
     """int64 fields about an allocation of global memory. START, END: its bytes; BASE: its first word / 4."""
 
-    START, END, BASE, WRITER, FIRST, LATEST, VALUES, WRITTEN, READ_FROM = range(9)
+    START, END, BASE, WRITER, FIRST, LATEST, VALUES, UNDER, WRITTEN, READ_FROM = range(10)
 
 
 class Code:
@@ -275,6 +275,7 @@ class _Judge(Code):
                 number = self._number(self.near, self.me, 0, self._sync())
                 into = self.b.select(self.writes, writer, cells)
                 with self.each(many) as i:
+                    self._cover(self.near, writer, self.load(block, Memory.UNDER), self.b.add(word, i))
                     self.store(number, into, self.b.add(word, i), _I32)
                 with self.when(self.b.not_(self.writes)):
                     self.store(self.epoch, self.load(block, Memory.LATEST), self.me, _I32)
@@ -288,6 +289,8 @@ class _Judge(Code):
         """Leave the log to Python unless the word's last write, and for a write its reads since, are covered."""
         with self.when(self.test("!=", old, 0)), self.when(self._late_shared(old)):
             self.give_up(self.b.or_(self.b.not_(self.writes), unread(self, block, word, old)))
+        with self._beneath(self.near, old, self.load(block, Memory.UNDER), word) as under:
+            self.give_up(self._late_shared(under))
         with self.when(self.writes), self.each(self.load(block, Memory.READERS)) as i:
             agent = self.load(self.load(block, Memory.ENTRIES), i)
             latest = self.load(self.load(block, Memory.LATEST), agent, _I32)
@@ -295,6 +298,24 @@ class _Judge(Code):
                 since = self.load(self.load(self.load(block, Memory.CELLS), agent), word, _I32)
                 with self.when(self.test(">", since, old)):
                     self.give_up(self._late_shared(since))
+
+    def _is_weak(self, table: Any, number: Any) -> Any:
+        return self.b.not_(self.bit(self.load(self.load(table, Table.MASK), number, _I32), SYNC))
+
+    @contextmanager
+    def _beneath(self, table: Any, old: Any, under: Any, word: Any) -> Iterator[Any]:
+        """If the access is strong, and the word's last write is: the weak one that this one has hidden, if any."""
+        with self.when(self.b.and_(self.strong, self.test("!=", old, 0))):
+            number = self.load(under, word, _I32)
+            with self.when(self.b.and_(self.test("!=", number, 0), self.b.not_(self._is_weak(table, old)))):
+                yield number
+
+    def _cover(self, table: Any, writer: Any, under: Any, word: Any) -> None:
+        """Keep the weak write of a word that a strong one is about to hide."""
+        with self.when(self.b.and_(self.writes, self.strong)):
+            old = self.load(writer, word, _I32)
+            with self.when(self.b.and_(self.test("!=", old, 0), self._is_weak(table, old))):
+                self.store(old, under, word, _I32)
 
     def _late_shared(self, number: Any) -> Any:
         return uncovered(self, self.near, number, self.strict, self.b.or_(self.get(self.bits), self._sync()))
@@ -318,6 +339,8 @@ class _Judge(Code):
             at = self.b.add(word, i)
             old = self.load(writer, at, _I32)
             self._look_global(old)
+            with self._beneath(self.far, old, self.load(area, Area.UNDER), at) as under:
+                self._look_global(under)
             with self.when(self.writes):
                 for reads in (first, latest):
                     since = self.load(reads, at, _I32)
@@ -329,6 +352,7 @@ class _Judge(Code):
                 at = self.b.add(word, i)
                 with self.b.if_else(self.writes) as (write, read):
                     with write:
+                        self._cover(self.far, writer, self.load(area, Area.UNDER), at)
                         self.store(number, writer, at, _I32)
                         value = self.load(_I64(0), self.b.add(self.load(area, Area.BASE), at), _I32)
                         self.store(value, self.load(area, Area.VALUES), at, _I32)
