@@ -161,6 +161,9 @@ class Order:
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
         """Record that an mbarrier is used."""
 
+    def copied(self, warp: Warp, written: Any, lanes: int) -> None:
+        """Record that lanes of a warp have waited for their copies."""
+
     def warp_synchronised(self, warp: Warp, members: int) -> None:
         """Record that lanes of a warp have synchronised."""
 

@@ -176,6 +176,11 @@ class Detector(Proxies):
         if self._lanes is not None:
             self._lanes.synchronised(warp, members)
 
+    def copied(self, warp: Warp, written: Any, lanes: int) -> None:
+        """Record that lanes of a warp have waited for their copies: to other lanes these are stores."""
+        if self._lanes is not None:
+            self._lanes.copied(warp, self._state(warp).clocks, written, lanes)
+
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
         """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
         known = self._released(warp, CLUSTER) if relaxed else self._state(warp).clocks.of(warp)
