@@ -88,6 +88,25 @@ CASES = {
         ),
         grid=2,
     ),
+    "a fence before the barrier, by a warp that has not looked": Case(
+        "race_global",
+        handed_over(
+            "bar.sync 0;\n",
+            RELEASE,
+            "@!%p2 bra ON;\n" + poll("ld.relaxed.gpu.global.b32")
+            + "ON:\n<<@!%p1 fence.acq_rel.gpu;\n||>>bar.sync 0;\n<<||fence.acq_rel.gpu;\n>>",
+        ),
+        grid=2,
+    ),
+    "a fence after the barrier whose scope is the CTA": Case(
+        "race_global",
+        handed_over(
+            "bar.sync 0;\n",
+            RELEASE,
+            "@!%p2 bra ON;\n" + poll("ld.relaxed.gpu.global.b32") + "ON: bar.sync 0;\nfence.acq_rel.<<cta||gpu>>;\n",
+        ),
+        grid=2,
+    ),
     "a flag whose scope is the CTA": Case(
         "race_global", handed_over("bar.sync 0;\n", RAISE.format("release.<<cta||gpu>>"), ACQUIRE), grid=2
     ),
