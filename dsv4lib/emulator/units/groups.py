@@ -120,5 +120,7 @@ class GroupWait:
 
     def detail(self) -> str:
         """Say what is missing, for the deadlock report."""
-        missing = {str(op.label) for lane in self.lanes.values() for group in lane.groups for op in group if not op.done}
+        missing = {
+            str(op.label) for lane in self.lanes.values() for group in lane.groups for op in group if not op.done
+        }
         return "waits for " + "; ".join(sorted(missing)[:4])

@@ -123,6 +123,12 @@ CASES = {
         "||@%p4 red.global.add.u32 [%rd4], 5;\n@!%p4 red.global.add.u32 [%rd4], 1;>>\n",
         grid=2,
     ),
+    "atomics of two CTAs after a store of the first": Case(
+        "race_global",
+        "setp.eq.and.u32 %p5, %r10, 0, %p2;\n@%p5 st.global.b32 [%rd4<<||+64>>], 9; //!\n"
+        "red.global.add.u32 [%rd4], 1; //!\n",
+        grid=2, schedules=("round_robin",),
+    ),
     "a load beside an atomic": Case(
         "race_global",
         "@%p4 red.global.add.u32 [%rd4], 1; //!\n@!%p4 ld.<<||relaxed.gpu.>>global.b32 %r20, [%rd4]; //!\n@!%p4 " + USE,
