@@ -330,7 +330,7 @@ SILENT = (
     "lane publishes counts as published by all, because shipped kernels rely on lanes that stay together "
     "(a missing `__syncwarp` before `if (lane == 0) arrive`).",
     "A shuffle that takes the value of a lane outside its mask, or of one that does not execute it: reductions over "
-    "part of a warp do so in lanes whose results nobody uses.",
+    "part of a warp do so in lanes whose results nothing uses.",
     "Counts of setmaxnreg that ask for more registers than the CTA has: the count at the entry is not in the PTX.",
     "An initialisation that releases and acquires of the same word order under the schedule at hand, such as a counter "
     "that one CTA zeroes and all add to with acq_rel: another schedule shows it (`newest_first`).",

@@ -48,7 +48,8 @@ from dsv4lib.emulator.machine.warp import PC
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, SAME, STRONG, WRITE
-from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, SYNC, Box, Launch, judge, sweep
+from dsv4lib.emulator.native.code import LEFT
+from dsv4lib.emulator.native.race_log import DONE, KEYS, SYNC, Box, Launch, judge, sweep
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp
