@@ -28,6 +28,7 @@ _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
 _PARKED = abi.CONTEXT.fields["parked"][1] // 4
 # Turns and instructions without progress after which a kernel that spins gets what the policy still holds back.
 _PATIENCE, _SPINNING = 32, 50_000
+_AROUND = 5_000  # arrivals at barriers, and nothing else, after which a launch may be waiting for another
 # Suspended waits (mbarrier.try_wait) may end without their phase; rounds of that without progress mean a deadlock.
 _EXPIRIES = 16
 # Kernels with these instructions or attributes get all resident clusters at once; others one after another.
@@ -452,7 +453,12 @@ class Scheduler:
     @property
     def spins(self) -> bool:
         """Tell whether the last slices brought no progress."""
-        return self.fruitless > 0 or self._idle >= _PATIENCE
+        return self.stuck or self._idle >= _PATIENCE
+
+    @property
+    def stuck(self) -> bool:
+        """Tell whether the warps seem to wait for another launch: they only spin, or go around with barriers."""
+        return self.fruitless > 0 or self.circling >= _AROUND
 
     def report(self, without: Container[Warp] = ()) -> str:
         """List what each warp waits on, but for some."""
