@@ -324,9 +324,16 @@ SILENT = (
     "overwrite their scale factors so, and Triton's documentation calls it valid. The tensor pipe is one agent of the "
     "race detector and completes in issue order "
     "(units/test_tcgen05_memory.py::test_mma_and_cp_keep_the_order_of_issue).",
-    "`.relaxed` on mbarrier.arrive and mbarrier.try_wait: they count as release and acquire. Phases of barriers and "
-    "data are judged by the same clocks: without what a relaxed arrival knows, later arrivals at other barriers would "
-    "look unordered.",
+    "`.acquire.cta` of a wait for arrivals from other CTAs, and `.cta` of an arrival at a peer where it is the default "
+    "and not written: CUTLASS arrives and waits so. Where an arrival at a peer names `.cta`, it orders nothing.",
+    "Lanes that have not synchronised with the one that arrives at a barrier or raises a flag for the warp: what one "
+    "lane publishes counts as published by all, because shipped kernels rely on lanes that stay together "
+    "(a missing `__syncwarp` before `if (lane == 0) arrive`).",
+    "A shuffle that takes the value of a lane outside its mask, or of one that does not execute it: reductions over "
+    "part of a warp do so in lanes whose results nothing uses.",
+    "Counts of setmaxnreg that ask for more registers than the CTA has: the count at the entry is not in the PTX.",
+    "An initialisation that releases and acquires of the same word order under the schedule at hand, such as a counter "
+    "that one CTA zeroes and all add to with acq_rel: another schedule shows it (`newest_first`).",
     "Two bulk stores of the same words in two groups of one thread that complete in the other order than they were "
     "issued, if only the first is waited for: of an agent's reads of a word the latest that completed is kept.",
     "Strong accesses to one word whose scopes do not include each other's thread (`.cta` from two CTAs): they order "

@@ -7,7 +7,10 @@ copies of one phase become visible together, so the phase is their epoch). Epoch
 A warp that arrives somewhere leaves its clock there; one that has waited takes over what was left. An asynchronous
 operation sees what its issuer knew at issue, and its completion leaves nothing but its own entry: a commit of the
 tensor pipe does not publish what the warp that issued it has written. Shipped kernels rely on more, so every clock has
-two rows: STRICT by that rule, and CARRIED, where a completion leaves everything that its issuer knew.
+a row STRICT by that rule, and a row CARRIED, where a completion leaves everything that its issuer knew.
+
+Relaxed arrivals and waits show no memory, but what comes after the wait is still executed after what came before the
+arrival. A third row, EXECUTED, knows that order: it decides which phase an arrival belongs to, and who has exited.
 """
 
 from __future__ import annotations
@@ -21,10 +24,15 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.machine.cta import Cluster
 
 ALWAYS = 0xFFFFFFFF  # an epoch later than all
-STRICT, CARRIED = 0, 1
+STRICT, CARRIED, EXECUTED = ROWS = range(3)
 UNKNOWN = -1  # an entry without an owner: accesses under it are not recorded
 _BARRIERS = 128  # mbarriers per CTA that get an entry
 _GROUPS = 16  # groups of wgmma operations of a warp whose issue is remembered
+
+
+def rows(size: int) -> np.ndarray:
+    """Make a clock that knows nothing."""
+    return np.zeros((len(ROWS), size), np.uint32)
 
 
 class SyncPoint:
@@ -42,8 +50,8 @@ class SyncPoint:
     __slots__ = ("arrivals", "before", "blind", "completing", "done", "gathering", "looked")
 
     def __init__(self, size: int):
-        self.gathering = np.zeros((2, size), np.uint32)
-        self.done = np.zeros((2, size), np.uint32)
+        self.gathering = rows(size)
+        self.done = rows(size)
         self.arrivals: dict[int, int] = {}
         self.before: list[tuple[int, int]] = []
         self.looked: dict[int, tuple[int, int]] = {}
@@ -61,7 +69,7 @@ class Clocks:
     """All clocks of a cluster.
 
     Attributes:
-        warps: uint32[warps, 2, entries]; epoch: uint32[entries], the current epoch of each agent.
+        warps: uint32[warps, rows, entries]; epoch: uint32[entries], the current epoch of each agent.
         address: of `warps`; row: bytes of one warp's clock; epochs: `epoch`, quicker for single values.
         kinds: of the entries: "warp", "tensor", "bulk", "cp.async", "ld", "st", "wgmma", "tma".
         index: entries of the asynchronous agents by key (`entry`); agent_names: theirs, in order.
@@ -75,14 +83,14 @@ class Clocks:
         self.first_agent = all_warps[0].agent
         agents = 0 if warps_only else len(all_warps) * 5 + len(cluster.ctas) * (2 + _BARRIERS)
         self.size = len(all_warps) + agents + 1
-        self.warps = np.zeros((len(all_warps), 2, self.size), np.uint32)
-        self.address, self.row = address_of(self.warps), 8 * self.size
+        self.warps = np.zeros((len(all_warps), len(ROWS), self.size), np.uint32)
+        self.address, self.row = address_of(self.warps), 4 * len(ROWS) * self.size
         self.epoch = np.zeros(self.size, np.uint32)
         self.epoch[: len(all_warps)] = 1
         self.epochs = memoryview(self.epoch)
         self._flat = memoryview(self.warps.reshape(-1))
-        for place in range(0, len(self._flat), 2 * self.size + 1):  # the warps' own entries
-            self._flat[place] = self._flat[place + self.size] = 1
+        for me in range(len(all_warps)):
+            self.warps[me, :, me] = 1
         self.kinds = ["warp"] * len(all_warps)
         self.agent_names: list[str] = []
         self.all_warps = all_warps
@@ -92,7 +100,7 @@ class Clocks:
         self._issued: dict[int, dict[int, np.ndarray]] = {}
 
     def of(self, warp: Any) -> np.ndarray:
-        """Get a warp's clock, uint32[2, entries]."""
+        """Get a warp's clock, uint32[rows, entries]."""
         return self.warps[warp.agent - self.first_agent]
 
     def name(self, entry: int) -> str:
@@ -130,14 +138,14 @@ class Clocks:
     def tick(self, warp: Any) -> None:
         """Advance a warp's epoch after its clock was left somewhere."""
         me = warp.agent - self.first_agent
-        place = (2 * self.size + 1) * me
+        place, size, flat = (len(ROWS) * self.size + 1) * me, self.size, self._flat
         self.epochs[me] = now = self.epochs[me] + 1
-        self._flat[place] = self._flat[place + self.size] = now
+        flat[place] = flat[place + size] = flat[place + 2 * size] = now
 
     def learn(self, warp: Any, entry: int, epoch: int) -> None:
         """Record that the warp knows of an epoch that an agent has finished."""
-        place = 2 * self.size * (warp.agent - self.first_agent) + entry
-        for row in (place, place + self.size):
+        place = len(ROWS) * self.size * (warp.agent - self.first_agent) + entry
+        for row in (place, place + self.size, place + 2 * self.size):
             if self._flat[row] < epoch:
                 self._flat[row] = epoch
 
@@ -151,7 +159,7 @@ class Clocks:
             del groups[min(groups)]
 
     def learn_group(self, warp: Any, entry: int, group: int) -> None:
-        """`learn`, of groups of wgmma; in the CARRIED row also what the issuer knew.
+        """`learn`, of groups of wgmma; in the rows after STRICT also what the issuer knew.
 
         The operation is one of the warpgroup, so all four warps have issued their parts when any of them has waited.
         """
@@ -159,10 +167,10 @@ class Clocks:
         groups = self._issued.get(entry, {})
         latest = max((number for number in groups if number <= group), default=None)
         if latest is not None:
-            mine = self.of(warp)[CARRIED]
-            known = mine[entry]
-            np.maximum(mine, groups[latest][CARRIED], out=mine)
-            mine[entry] = known  # the operation itself knows all of its own agent
+            mine = self.of(warp)[CARRIED:]
+            known = mine[:, entry].copy()
+            np.maximum(mine, groups[latest][CARRIED:], out=mine)
+            mine[:, entry] = known  # the operation itself knows all of its own agent
 
 
 def address_of(array: np.ndarray) -> int:

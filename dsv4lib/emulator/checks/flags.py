@@ -3,7 +3,8 @@
 An access that releases leaves the warp's clock at its word, one that acquires takes over what was left. A relaxed,
 volatile or atomic access without a semantic does so only with a fence: it leaves what was fenced before it, and takes
 over what it found at the next fence. A fence of another warp of the cluster counts for what the warp knows by a
-barrier: "all fence, all pass a barrier, one raises the flag" is silent.
+barrier: "all fence, all pass a barrier, one raises the flag" is silent, and so is "one looks at the flag, all pass a
+barrier, all fence".
 
 A scope reaches the CTA, the cluster, the device or all devices; an access or a fence whose scope ends before the other
 thread orders nothing for it. Between devices both need ``.sys`` scope (launches.py).
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv4lib.emulator.checks.clocks import CARRIED, Clocks
+from dsv4lib.emulator.checks.clocks import CARRIED, EXECUTED, Clocks, rows
 from dsv4lib.emulator.checks.launches import reaches_devices
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, GENERIC, GLOBAL, READ, STRONG, WRITE
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.machine.warp import Warp
 
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
+_EARLIER = 4  # epochs of relaxed accesses that are kept apart
 CTA, CLUSTER, GPU, SYS = range(4)  # what a scope reaches
+NEVER = SYS + 1  # the scope of an access ends before the other thread: no fence makes up for that
 _REACH = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": SYS, "volatile": SYS, "mmio": SYS}
 
 
@@ -38,6 +41,33 @@ _REACH = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": SYS, "vo
 def reach_of(opcode: str) -> int:
     """Tell how far the scope of an access or a fence reaches; the default of atom and red is the device."""
     return next((_REACH[part] for part in opcode.split(".") if part in _REACH), GPU)
+
+
+class _Found:
+    """What relaxed accesses of a warp have found.
+
+    Attributes:
+        all: of them, a clock that keeps its address. epoch: of the warp at the latest; earlier: (epoch, clock) before.
+    """
+
+    __slots__ = ("all", "earlier", "epoch")
+
+    def __init__(self, size: int, epoch: int):
+        self.all, self.epoch = rows(size), epoch
+        self.earlier: list[tuple[int, np.ndarray]] = []
+
+    def at(self, epoch: int) -> np.ndarray:
+        """Get the clock to add to."""
+        if epoch != self.epoch:
+            self.earlier = [*self.earlier[1 - _EARLIER :], (self.epoch, self.all.copy())]
+            self.epoch = epoch
+        return self.all
+
+    def until(self, epoch: int) -> np.ndarray | None:
+        """Get what was found up to an epoch, as far as it is kept."""
+        if self.epoch <= epoch:
+            return self.all
+        return next((clock for since, clock in reversed(self.earlier) if since <= epoch), None)
 
 
 class Flags:
@@ -53,16 +83,17 @@ class Flags:
         self._words: dict[tuple[bool, int, int], np.ndarray] = {}
         self._narrow: set[int] = set()  # words of global memory with releases whose scope ends in the cluster
         # By reach of the fence: what any warp has fenced.
-        self._fenced = [np.zeros((2, clocks.size), np.uint32) for _ in range(SYS + 1)]
+        self._fenced = [rows(clocks.size) for _ in range(NEVER + 1)]
         # By warp and the least reach of the fence that it waits for: what its relaxed accesses found.
-        self._read: dict[tuple[int, int], np.ndarray] = {}
+        self._read: dict[tuple[int, int], _Found] = {}
 
     def fenced(self, warp: Warp, reach: int) -> None:
         """Record a fence of the warp."""
         clock = self.clocks.of(warp)
-        for least in range(reach + 1):
-            found = self._read.get((warp.agent, least))
-            if found is not None:
+        for (agent, least), waiting in list(self._read.items()):
+            other = agent != warp.agent
+            found = waiting.until(int(clock[CARRIED, agent - self.clocks.first_agent])) if other else waiting.all
+            if least <= reach and found is not None:
                 np.maximum(clock, found, out=clock)
         if reach == SYS and warp.cta.machine.device is not None:
             warp.cta.machine.race.fenced_global(warp, alias=True)
@@ -70,9 +101,26 @@ class Flags:
             np.maximum(fence, clock, out=fence)
         self.clocks.tick(warp)
 
-    def before_relaxed(self, warp: Warp) -> np.ndarray:
-        """Find what a relaxed arrival at a barrier of the cluster releases: what has been fenced."""
-        return np.minimum(self.clocks.of(warp), self._fenced[CLUSTER])
+    def released(self, warp: Warp, reach: int) -> np.ndarray:
+        """Find what a relaxed arrival or store leaves: of the memory, what a fence that reaches so far has released."""
+        own = self.clocks.of(warp)
+        left = np.minimum(own, self._fenced[reach])
+        left[EXECUTED] = own[EXECUTED]
+        return left
+
+    def found(self, warp: Warp, left: np.ndarray, reach: int = CTA) -> None:
+        """Keep what a relaxed wait or load found for the warp's next fence that reaches so far."""
+        own = self.clocks.of(warp)
+        np.maximum(own[EXECUTED], left[EXECUTED], out=own[EXECUTED])
+        kept = self._waiting(warp, reach)
+        np.maximum(kept, left, out=kept)
+
+    def _waiting(self, warp: Warp, reach: int) -> np.ndarray:
+        """The clock that waits for a fence of the warp, or of one that knows of this by a barrier."""
+        epoch, key = self.clocks.epochs[warp.agent - self.clocks.first_agent], (warp.agent, reach)
+        if key not in self._read:
+            self._read[key] = _Found(self.clocks.size, epoch)
+        return self._read[key].at(epoch)
 
     def access(self, cluster: Cluster, warp: Warp, entries: Any, far: GlobalRaces, acquire: bool) -> None:
         """Order by the reading, or the writing, half of strong accesses in the log."""
@@ -126,16 +174,20 @@ class Flags:
         for reach, place in self._places(warp, opcode, far, word):
             left = self._words.get(place)
             if left is None:
-                left = self._words[place] = np.zeros((2, self.clocks.size), np.uint32)
+                left = self._words[place] = rows(self.clocks.size)
             np.maximum(left, self._clock(warp, opcode, False, reach), out=left)
 
     def _take(self, warp: Warp, opcode: str, far: bool, word: int) -> None:
         """Acquire what warps of the cluster, or of the CTA, have left."""
         for reach, place in self._places(warp, opcode, far, word):
             left = self._words.get(place)
-            if left is not None:
-                clock = self._clock(warp, opcode, True, reach)
+            if left is None:
+                continue
+            if _orders(opcode, True):
+                clock = self.clocks.of(warp)
                 np.maximum(clock, left, out=clock)
+            else:
+                self.found(warp, left, reach)
 
     def _clock(self, warp: Warp, opcode: str, acquire: bool, reach: int) -> np.ndarray:
         """The warp's clock if the access orders by itself, else what a fence of that reach does with it."""
@@ -143,8 +195,8 @@ class Flags:
         if _orders(opcode, acquire):
             return own
         if acquire:
-            return self._read.setdefault((warp.agent, reach), np.zeros_like(own))
-        return np.minimum(own, self._fenced[reach])
+            return self._waiting(warp, reach)
+        return self.released(warp, reach)
 
 
 def segments(strong: np.ndarray) -> list[slice]:

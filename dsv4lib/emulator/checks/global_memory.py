@@ -59,7 +59,7 @@ class Region:
         allocation: what it is of.
         base: number of its first word (address / 4); words: how many; memory: the words themselves.
         writer, first, latest: numbers of accesses (0 = none): last write, first and latest read since.
-        values: what the last write left.
+        values: what the last write left. under: a weak write that strong ones have hidden, as of `Shadow`.
         written: has anything been written; read_from: has anything been read.
         ranges: reads of asynchronous units before the first write, not yet in the shadow (starts, bytes each, access).
         block: the shadow for native code (`race_log.Area`).
@@ -70,10 +70,10 @@ class Region:
         self.base = allocation.start >> 2
         self.words = (allocation.end + 3 >> 2) - self.base
         self.memory = np.frombuffer((ctypes.c_uint8 * (4 * self.words)).from_address(4 * self.base), np.uint32)
-        self.writer, self.first, self.latest, self.values = (_zeros(self.words) for _ in range(4))
+        self.writer, self.first, self.latest, self.values, self.under = (_zeros(self.words) for _ in range(5))
         self.ranges: list[tuple[np.ndarray, int, int]] = []
         self.block = Fields(Area)
-        arrays = (self.writer, self.first, self.latest, self.values)
+        arrays = (self.writer, self.first, self.latest, self.values, self.under)
         self.block.set(allocation.start, allocation.end, self.base, *(array.ctypes.data for array in arrays))
 
     @property
@@ -183,7 +183,7 @@ class GlobalRaces:
         if region is not None:
             self.fold(region)
             first = (address >> 2) - region.base
-            for array in (region.writer, region.first, region.latest):
+            for array in (region.writer, region.first, region.latest, region.under):
                 array[first : first + (nbytes + 3 >> 2)] = 0
 
     # --- order ------------------------------------------------------------------------------------------------------
@@ -364,6 +364,8 @@ class GlobalRaces:
                 self._aliases(region, words, warp, op, pcs)
         if write:
             same = found is not None and found[2] == "write after write" and self._same(region, words, found[0], mask)
+            if mask & SYNC:
+                self._hide(region, words)
             region.writer[words] = ids
             region.values[words] = region.memory[words]
         else:
@@ -384,6 +386,10 @@ class GlobalRaces:
         late = self._late(warp, actor, old, mask)
         if late is not None:
             return *late, "write after write" if write else "read after write"
+        if mask & SYNC:
+            late = self._late(warp, actor, np.where(self.accesses.mask[old] & SYNC, region.under[words], 0), mask)
+            if late is not None:
+                return *late, "write after write" if write else "read after write"
         if not write:
             return None
         for reads in (region.first, region.latest) if region.read_from else ():
@@ -392,6 +398,12 @@ class GlobalRaces:
             if late is not None:
                 return *late, "write after read"
         return None
+
+    def _hide(self, region: Region, words: np.ndarray) -> None:
+        """Keep the weak writes of some words that a strong one is about to hide."""
+        old = region.writer[words]
+        weak = (old != 0) & (self.accesses.mask[old] & SYNC == 0)
+        region.under[words[weak]] = old[weak]
 
     def _late(self, warp: Warp, actor: Actor, ids: np.ndarray, mask: int) -> tuple[int, int] | None:
         """(number, position) of the first access that the actor is not ordered after."""
@@ -435,7 +447,8 @@ class GlobalRaces:
         common = mask & int(self.accesses.mask[earlier])
         bits = np.uint32(sum(0xFF << 8 * i for i in range(4) if common >> i & 1))
         different = (region.values[words] ^ region.memory[words]) & bits != 0
-        return not (different & (region.writer[words] == earlier)).any()
+        last = region.writer[words] == earlier
+        return bool(last.any()) and not (different & last).any()
 
     def _proxy(self, region: Region, words: np.ndarray, op: AsyncOp) -> None:
         """An asynchronous read of what threads have written needs a proxy fence in between."""

@@ -3,7 +3,8 @@
 Since Volta the lanes of a warp need not run in step: what one has stored another may read only after bar.warp.sync of
 both, or another synchronisation of the warp. What is looked at is the order of the code, so lanes that happen to run in
 step are found as well. In doubt this is silent: anything that publishes or acquires for the warp counts for all of its
-lanes, and of several writers of a word the last is remembered; writers are not compared with each other. Of what a log
+lanes, and of several writers of a word the last is remembered; writers are not compared with each other. What cp.async
+brings counts as stored by its lane when that has waited for it. Of what a log
 holds (native/lane_log.py) the first exchange is reported.
 
 Source: PTX ISA, "bar.warp.sync"; CUDA programming guide, "Independent Thread Scheduling".
@@ -20,12 +21,14 @@ from dsv4lib.emulator.checks.clocks import address_of
 from dsv4lib.emulator.checks.report import place_at
 from dsv4lib.emulator.checks.shadow import Fields
 from dsv4lib.emulator.native.abi import LANES
+from dsv4lib.emulator.native.access_log import LOG, WRITE
 from dsv4lib.emulator.native.lane_log import MANY, RECORD, Lanes, compare
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.checks.clocks import Clocks
     from dsv4lib.emulator.machine.cta import Cluster
     from dsv4lib.emulator.machine.warp import Warp
+    from dsv4lib.emulator.units.groups import Written
 
 
 class _State:
@@ -74,6 +77,13 @@ class LaneChecks:
         found = self._compare(state.block.address, address_of(log), len(log), me)
         if found:
             self._report(warp, log, state.block.values)
+
+    def copied(self, warp: Warp, clocks: Clocks, written: Written, lanes: int) -> None:
+        """Compare what some lanes have had copied to shared memory (cp.async), when they have waited for it."""
+        log = np.zeros(1, LOG)
+        log["pc"], log["mask"], log["code"] = written.instr, lanes, WRITE | written.nbytes
+        log["addresses"][0, written.lanes] = written.addresses
+        self.logged(warp, clocks, log)
 
     def _report(self, warp: Warp, log: np.ndarray, found: Any) -> None:
         entry, lane = divmod(found[Lanes.FOUND], LANES)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv4lib.emulator.checks.clocks import CARRIED, Clocks, SyncPoint
+from dsv4lib.emulator.checks.clocks import CARRIED, Clocks, SyncPoint, rows
 from dsv4lib.emulator.errors import Place
 
 if TYPE_CHECKING:
@@ -56,28 +56,36 @@ class Order:
     def _state(self, warp: Warp) -> Any:
         return warp.cta.cluster.race
 
-    def arrived(self, point: Any) -> None:
-        """Arrive at ``point`` for the completing operation, or else for the running warp."""
+    def arrived(self, point: Any, relaxed: int | None = None) -> None:
+        """Arrive at ``point`` for the completing operation, or else for the running warp.
+
+        ``relaxed``: the arrival releases only what a fence that reaches so far (flags.py) has released before it.
+        """
         if self.op is not None:
             self._left(point)
         else:
-            self._publish(self.warp, point)
+            self._publish(self.warp, point, relaxed)
 
-    def _publish(self, warp: Warp, point: Any) -> None:
+    def _publish(self, warp: Warp, point: Any, relaxed: int | None = None) -> None:
         """Leave the clock of a warp."""
         clocks = self._state(warp).clocks
         if point.sync is None:
             point.sync = SyncPoint(clocks.size)
-        np.maximum(point.sync.gathering, clocks.of(warp), out=point.sync.gathering)
+        known = clocks.of(warp) if relaxed is None else self._released(warp, relaxed)
+        np.maximum(point.sync.gathering, known, out=point.sync.gathering)
         clocks.tick(warp)
+
+    def _released(self, warp: Warp, reach: int) -> np.ndarray:
+        """What a relaxed arrival releases. Fences are kept by the race detector only."""
+        return self._state(warp).clocks.of(warp)
 
     def _left(self, point: Any) -> None:
         """What an operation leaves: nothing of the warps' clocks, but for cp.async, whose writes are its warp's."""
         if self.op.unit.startswith("cp.async:"):
             self._publish(self.op.warp, point)
 
-    def acquired(self, warp: Warp, point: Any) -> None:
-        """Acquire what a completed phase of ``point`` gathered."""
+    def acquired(self, warp: Warp, point: Any, relaxed: bool = False) -> None:
+        """Acquire what a completed phase of ``point`` gathered; after a ``relaxed`` wait at the next fence only."""
         if point.sync is not None:
             clock = self._state(warp).clocks.of(warp)
             np.maximum(clock, point.sync.done, out=clock)
@@ -89,7 +97,7 @@ class Order:
     def _arrive_in_cluster(self, warp: Warp, barrier: Any, phase: int, known: np.ndarray) -> None:
         """Leave what a warp knows, or as much of it as it releases."""
         clocks = self._state(warp).clocks
-        left = barrier.left.setdefault(phase, np.zeros((2, clocks.size), np.uint32))
+        left = barrier.left.setdefault(phase, rows(clocks.size))
         np.maximum(left, known, out=left)
         clocks.tick(warp)
 
@@ -152,6 +160,9 @@ class Order:
 
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
         """Record that an mbarrier is used."""
+
+    def copied(self, warp: Warp, written: Any, lanes: int) -> None:
+        """Record that lanes of a warp have waited for their copies."""
 
     def warp_synchronised(self, warp: Warp, members: int) -> None:
         """Record that lanes of a warp have synchronised."""

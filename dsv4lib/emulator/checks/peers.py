@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv4lib.emulator.checks.clocks import CARRIED, UNKNOWN, Clocks
+from dsv4lib.emulator.checks.clocks import CARRIED, EXECUTED, UNKNOWN, Clocks
 from dsv4lib.emulator.checks.report import place_at
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.machine.warp import PC
@@ -94,7 +94,7 @@ class Peers:
         if len(cluster.ctas) == 1:
             return
         state, clocks = cluster.race, cluster.race.clocks
-        known = np.maximum.reduce([clocks.of(warp)[CARRIED] for warp in cta.warps])
+        known = np.maximum.reduce([clocks.of(warp)[EXECUTED] for warp in cta.warps])
         shadow, table = state.shared[cta.rank], state.accesses
         mine = {warp.agent - clocks.first_agent for warp in cta.warps}
         theirs = [entry for entry in range(len(clocks.all_warps)) if entry not in mine]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv4lib.emulator.checks.clocks import CARRIED, Clocks, SyncPoint
+from dsv4lib.emulator.checks.clocks import EXECUTED, Clocks, SyncPoint
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.machine.warp import PC
 
@@ -44,13 +44,13 @@ class Phases:
     def arrives(
         self, barrier: Any, clocks: Clocks, entry: int, epoch: int, clock: np.ndarray, where: Callable[[], Place | None]
     ) -> None:
-        """Record an arrival, made under ``clock`` (uint32[2, entries])."""
+        """Record an arrival, made under ``clock`` (uint32[rows, entries])."""
         point = self.point(barrier, clocks)
         if point.arrivals.get(entry, 0) < epoch:
             point.arrivals[entry] = epoch
         if not point.before:
             return
-        known = memoryview(clock[CARRIED])
+        known = memoryview(clock[EXECUTED])
         other = next((agent for agent, since in point.before if since > known[agent]), None)
         if other is None:
             return
@@ -69,7 +69,7 @@ class Phases:
     def _complete(self, barrier: Any, clocks: Clocks) -> None:
         """End the phase, and check that it is ordered after all waiters of the phase before."""
         point = barrier.sync
-        gathered = memoryview(point.gathering[CARRIED])
+        gathered = memoryview(point.gathering[EXECUTED])
         for entry, (epoch, pc) in point.looked.items():
             if gathered[entry] >= epoch or point.blind:
                 continue

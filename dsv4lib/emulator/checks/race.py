@@ -22,15 +22,14 @@ from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clo
 from dsv4lib.emulator.checks.cluster_state import ClusterState
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
-from dsv4lib.emulator.checks.flags import hidden_reads, reach_of, segments, trace_far
+from dsv4lib.emulator.checks.flags import CLUSTER, hidden_reads, reach_of, segments, trace_far
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.lanes import LaneChecks
-from dsv4lib.emulator.checks.order import MARK, Order
 from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.peers import Peers
 from dsv4lib.emulator.checks.phases import Phases
 from dsv4lib.emulator.checks.products import Products
-from dsv4lib.emulator.checks.report import place_at
+from dsv4lib.emulator.checks.proxies import Proxies
 from dsv4lib.emulator.checks.shadow import (
     ALL_BYTES,
     Actor,
@@ -49,7 +48,8 @@ from dsv4lib.emulator.machine.warp import PC
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, SAME, STRONG, WRITE
-from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, SYNC, Box, Launch, judge, sweep
+from dsv4lib.emulator.native.code import LEFT
+from dsv4lib.emulator.native.race_log import DONE, KEYS, SYNC, Box, Launch, judge, sweep
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp
@@ -62,7 +62,7 @@ _LANES = np.arange(abi.LANES, dtype=np.uint32)
 _EVERY_LANE = np.tile(np.arange(abi.LANES), CAPACITY)
 
 
-class Detector(Order):
+class Detector(Proxies):
     """Detector of one launch."""
 
     full = True
@@ -98,7 +98,7 @@ class Detector(Order):
         if self._lanes is not None:
             self._lanes.started(cluster)
 
-    def arrived(self, point: Any) -> None:
+    def arrived(self, point: Any, relaxed: int | None = None) -> None:
         """Arrive at a barrier for the completing operation, or else for the running warp."""
         op, clocks = self.op, self._state(self.warp if self.op is None else self.op.warp).clocks
         if op is None:
@@ -106,15 +106,23 @@ class Detector(Order):
             self._phases.arrives(point, clocks, me, clocks.epochs[me], clocks.of(self.warp), self.warp.place)
         elif op.entry != UNKNOWN:
             self._phases.arrives(point, clocks, op.entry, op.epoch, op.clock, op.where)
-        super().arrived(point)
+        super().arrived(point, relaxed)
+
+    def _released(self, warp: Warp, reach: int) -> np.ndarray:
+        """What a relaxed arrival releases: what was fenced, and initialisations of mbarriers that were."""
+        state = self._state(warp)
+        return self._peers.relaxed(warp, state.clocks, state.flags.released(warp, reach))
 
     def looked(self, warp: Warp, barrier: Any) -> None:
         """Record that the warp has seen the latest phase of an mbarrier complete."""
         self._phases.looked(barrier, self._state(warp).clocks, warp)
 
-    def acquired(self, warp: Warp, point: Any) -> None:
-        """Acquire what a completed phase of ``point`` gathered."""
-        super().acquired(warp, point)
+    def acquired(self, warp: Warp, point: Any, relaxed: bool = False) -> None:
+        """Acquire what a completed phase of ``point`` gathered, after a relaxed wait at a fence to come."""
+        if not relaxed:
+            super().acquired(warp, point)
+        elif point.sync is not None:
+            self._state(warp).flags.found(warp, point.sync.done)
         if self._fences is not None:
             self._fences.passed(warp)
 
@@ -133,25 +141,18 @@ class Detector(Order):
         """Report what the code shows about a wgmma or a tcgen05.ld that the warp executes."""
         self._code.executed(warp, instr)
 
-    def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
-        """Check a copy that overwrites 16-byte chunks that threads wrote without a fence."""
-        if self.op is not None:
-            text = f"{self.op.label} overwrites shared memory of {cta} that threads wrote without fence.proxy.async"
-            owner = self.writer_of(cta, chunks)
-            self.machine.report("missing_proxy_fence_overwrite", text, self.op.where(), owner=owner)
-
     def _left(self, point: Any) -> None:
-        """What an operation leaves: its own entry; in the CARRIED row also what its issuer knew."""
+        """What an operation leaves: its own entry; in the rows after STRICT also what its issuer knew."""
         op = self.op
         sync = self._phases.point(point, self._state(op.warp).clocks)
         if op.entry == UNKNOWN:
             sync.blind = True
             return
         gathering = sync.gathering
-        left = op.clock[CARRIED].copy()
-        left[op.entry] = op.epoch
+        left = op.clock[CARRIED:].copy()
+        left[:, op.entry] = op.epoch
         gathering[STRICT, op.entry] = max(gathering[STRICT, op.entry], op.epoch)
-        np.maximum(gathering[CARRIED], left, out=gathering[CARRIED])
+        np.maximum(gathering[CARRIED:], left, out=gathering[CARRIED:])
 
     def initialised(self, barrier: Any) -> None:
         """Record that the running warp has initialised an mbarrier."""
@@ -176,12 +177,14 @@ class Detector(Order):
         if self._lanes is not None:
             self._lanes.synchronised(warp, members)
 
+    def copied(self, warp: Warp, written: Any, lanes: int) -> None:
+        """Record that lanes of a warp have waited for their copies: to other lanes these are stores."""
+        if self._lanes is not None:
+            self._lanes.copied(warp, self._state(warp).clocks, written, lanes)
+
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
         """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
-        state = self._state(warp)
-        known = state.clocks.of(warp)
-        if relaxed:
-            known = self._peers.relaxed(warp, state.clocks, state.flags.before_relaxed(warp))
+        known = self._released(warp, CLUSTER) if relaxed else self._state(warp).clocks.of(warp)
         self._arrive_in_cluster(warp, barrier, phase, known)
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
@@ -243,7 +246,7 @@ class Detector(Order):
             self._fences.issued(op)
         op.clock = clock = clocks.of(warp).copy()
         clocks.tick(warp)  # what the issuer does next is not before the operation
-        clock[STRICT, entry] = clock[CARRIED, entry] = ALWAYS
+        clock[:, entry] = ALWAYS
         if op.signals is not None:
             op.epoch = op.signals.phase + 1
             return
@@ -519,41 +522,6 @@ class Detector(Order):
                     where, same = cluster.ctas[rank], bool(code & SAME)
                     self._report(where, actor, pc, warp, conflict, "shared memory", cells, None, lane, same)
 
-    # --- proxies ----------------------------------------------------------------------------------------------------
-
-    def fenced(self, cta: Cta, warp: Warp) -> None:
-        """Cover by the warp's proxy fence every write that is ordered before it.
-
-        A chunk carries the mark of one warp; its words by others are those warps' own affair.
-        """
-        dirty = cta.smem.dirty
-        chunks = cta.smem.marked()
-        if not len(chunks):
-            return
-        state = self._state(warp)
-        writers = Chunks(chunks).get(state.shared[cta.rank].writer)
-        table, clock = state.accesses, state.clocks.of(warp)[CARRIED]
-        entries = table.entry[writers]
-        owners = state.clocks.agents()[entries]
-        marked = (dirty[chunks] & MARK).astype(np.int64) - 1 + cta.warps[0].agent
-        late = (table.epoch[writers] > clock[entries]) & (owners == np.repeat(marked, 4))
-        dirty[chunks[~late.reshape(-1, 4).any(1)]] = 0
-
-    def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Find the writer of the first chunk that no proxy fence covers, or None."""
-        flat = chunks.reshape(-1)
-        chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
-        return self.writer_at(cta, 4 * int(chunk), 4)
-
-    def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
-        """Find the last writer of some words of shared memory, or None."""
-        state = cta.cluster.race
-        number = int(state.shared[cta.rank].writer[word : word + count].max())
-        table = state.accesses
-        if not number:
-            return None
-        return self._owner(cta, state.clocks, int(table.entry[number]), int(table.pc[number]), int(table.lanes[number]))
-
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(
@@ -592,9 +560,3 @@ class Detector(Order):
         found = self.machine.report(kind, message, place, owner=owner, cta=cta.ctaid, order=conflict.what)
         if found is not None:
             self._found[key] = found
-
-    def _owner(self, cta: Cta, clocks: Clocks, entry: int, pc: int, lanes: int) -> Place:
-        """The place of the earlier access."""
-        warp = clocks.all_warps[entry] if entry < len(clocks.all_warps) else None
-        at = (cta.ctaid, None) if warp is None else (warp.cta.ctaid, warp.warp_id)
-        return place_at(self.machine.program, pc, *at, lanes)

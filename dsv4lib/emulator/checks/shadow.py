@@ -18,7 +18,7 @@ import numpy as np
 
 from dsv4lib.emulator.checks.clocks import CARRIED, STRICT, Clocks, address_of
 from dsv4lib.emulator.native import race_log
-from dsv4lib.emulator.native.race_log import ALL_BYTES
+from dsv4lib.emulator.native.race_log import ALL_BYTES, SYNC
 
 _BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 TENSOR_LANES, TENSOR_COLUMNS = 128, 512
@@ -294,6 +294,7 @@ class Shadow:
 
     Attributes:
         writer: last write of every cell; readers: by agent, its last read of every cell.
+        under: where the last write is strong, such as an atomic: the weak one before it and its like, which it hides.
         latest: by agent, the latest epoch of its reads; number: by agent, no number of a read of its is above.
         block: the same for native code (`race_log.Memory`); address: of that.
     """
@@ -301,7 +302,7 @@ class Shadow:
     def __init__(self, shape: tuple[int, ...], accesses: Accesses, agents: int):
         self.shape = shape
         self.accesses = accesses
-        self.writer = np.zeros(shape, np.uint32)
+        self.writer, self.under = np.zeros(shape, np.uint32), np.zeros(shape, np.uint32)
         self.readers: dict[int, np.ndarray] = {}
         self.latest = np.zeros(agents, np.uint32)
         columns = np.zeros((7, agents), np.int64)
@@ -312,6 +313,7 @@ class Shadow:
         self.block = Fields(race_log.Memory)
         table, writer, latest = accesses.block.address, address_of(self.writer), address_of(self.latest)
         self.block.set(table, writer, self.writer.size, mask, cells, latest, *others)
+        self.block.values[race_log.Memory.UNDER] = address_of(self.under)
         self.address = self.block.address
         self._late_in = race_log.late()
         self.last: Any = None  # the latest access, if its repetition changes nothing
@@ -333,7 +335,10 @@ class Shadow:
         """Record a read; the first conflict with an earlier write."""
         entry = actor.entry
         self.prepare(entry, False)
-        conflict = self._first(cells.get(self.writer), actor, mask, "read after write")
+        old = cells.get(self.writer)
+        conflict = self._first(old, actor, mask, "read after write")
+        if mask & SYNC and conflict is None:
+            conflict = self._first(self._beneath(cells, old), actor, mask, "read after write")
         cells.put(self.readers[entry], ids)
         # Operations of one agent may read out of order: a later group may complete first.
         self.latest[entry] = max(self.latest[entry], actor.epoch)
@@ -361,8 +366,17 @@ class Shadow:
                 if since is not None:
                     old[since > old] = 0
             conflict = self._first(old, actor, mask, "write after write") or conflict
+        if mask & SYNC:
+            old = np.array(cells.get(self.writer))
+            hidden = self._beneath(cells, old)
+            conflict = conflict or self._first(hidden, actor, mask, "write after write")
+            cells.put(self.under, np.where(self.accesses.mask[old] & SYNC, hidden, old))
         cells.put(self.writer, ids)
         return conflict
+
+    def _beneath(self, cells: Cells, old: np.ndarray) -> np.ndarray:
+        """Weak writes of some cells that strong ones hide; ``old``: their last writes."""
+        return np.where(self.accesses.mask[old] & SYNC, cells.get(self.under), 0)
 
     def _since(self, entry: int, cells: Cells, low: int) -> np.ndarray | None:
         """An agent's reads of some cells; None if each is older than access ``low``."""

@@ -170,7 +170,7 @@ class LaunchQueues:
     def _release_late(self, streams: _Streams) -> bool:
         """Let the launches of late devices begin: the others have executed enough, or only spin."""
         running = [launch for _, launch in streams.running.values()]
-        if not streams.late or not all(launch.scheduler.fruitless for launch in running):
+        if not streams.late or not all(launch.scheduler.stuck for launch in running):
             executed = streams.executed()
             due = {d for d in streams.late if (after := self.faults[d].after) is not None and executed >= after}
         else:

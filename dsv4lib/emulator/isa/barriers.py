@@ -122,7 +122,7 @@ def _arrive(
         warp.cta.machine.race.arrived(barrier)
     if barrier.arrived == expected:
         barrier.complete()
-    warp.cta.machine.changed()
+    warp.cta.machine.changed(lasting=False)
 
 
 def _trace(warp: Warp, kind: str, number: int, arrived: int, expected: int) -> None:
@@ -240,7 +240,7 @@ class WarpBarrier:
         if self.arrived and not members & warp.words[LIVE] & ~self.arrived:
             self.phase, self.arrived = self.phase + 1, 0
             _synchronised(warp, members)
-            warp.cta.machine.changed()
+            warp.cta.machine.changed(lasting=False)
 
 
 @dataclass
@@ -314,7 +314,7 @@ def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None, 
     if warp.cta.machine.race is not None:
         warp.cta.machine.race.cluster_arrived(warp, barrier, count, relaxed)
     _trace(warp, "cluster", 0, count, barrier.phase(warp))
-    warp.cta.machine.changed()
+    warp.cta.machine.changed(lasting=False)
 
 
 @isa.service("barrier.cluster.wait[.<sem:acquire>][.<aligned:aligned>]")

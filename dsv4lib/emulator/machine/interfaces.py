@@ -41,7 +41,7 @@ class MachineView(Protocol):
     def report(self, kind: str, message: str, place: Any, **facts: Any) -> None:
         """Add a hazard to the launch's result."""
 
-    def changed(self) -> None:
+    def changed(self, lasting: bool = True) -> None:
         """Signal to the scheduler an event that a warp may wait for."""
 
     def variable_address(self, name: str) -> int:

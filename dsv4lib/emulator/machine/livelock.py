@@ -7,6 +7,9 @@ of them around comes back to values that it had, and depends on no word of memor
 ever will: the loops may write and count as they like. That holds for one launch and for several that run at once and
 share memory (`driver.multi_device`).
 
+A loop with a barrier makes progress by its own arrivals. If nothing else has happened for long, the warps of each
+cluster are followed side by side (rounds.py). If they go around for ever, what the policy holds back is let go first.
+
 Loops that decide by a count, a clock or what they write are not judged; the limits of the launch end those.
 """
 
@@ -21,11 +24,13 @@ from dsv4lib.emulator.errors import Deadlock, MemoryFault
 from dsv4lib.emulator.machine.awaited import awaited
 from dsv4lib.emulator.machine.interfaces import MachineView
 from dsv4lib.emulator.machine.loops import Loop, Slices, endless, follow, groups_of
+from dsv4lib.emulator.machine.rounds import Rounds
 from dsv4lib.emulator.machine.warp import GROUP, MASK, Warp
 from dsv4lib.emulator.memory.addressing import is_local, is_shared
 from dsv4lib.emulator.ptx.ir import Instr, Memory
 
 FIRST = 8  # fruitless rounds (scheduler) of every launch before the first look; then twice as many, and so on
+CIRCLES = 10_000  # arrivals at barriers, and nothing else, before the first look at rounds
 _SLICES = 64  # that a look lasts, for every warp that can run
 _SHOWN = 16  # warps of a launch that the report names
 
@@ -43,7 +48,7 @@ class Watch:
     """Looks after one launch, or several at once, slice by slice."""
 
     def __init__(self) -> None:
-        self._next = FIRST
+        self._next, self._circles = FIRST, CIRCLES
         self._looking = False
         self._slices: Counter[MachineView] = Counter()
         self._warps: dict[Warp, _Seen] = {}
@@ -59,6 +64,10 @@ class Watch:
         Raises:
             Deadlock: nothing will ever change any more.
         """
+        if stepped.scheduler.circling < CIRCLES:
+            self._circles = CIRCLES
+        elif stepped.scheduler.circling >= self._circles:
+            self._go_around(running)
         if not self._looking and stepped.scheduler.fruitless < self._next:
             return
         fruitless = min(m.scheduler.fruitless for m in running)
@@ -124,12 +133,35 @@ class Watch:
                 raise Deadlock(report(running, loops))
         self._close(2 * max(1, min(m.scheduler.fruitless for m in running)))
 
+    def _go_around(self, running: Sequence[MachineView]) -> None:
+        """Follow every cluster around the loop that it may be in, barriers and all.
+
+        Raises:
+            Deadlock: all go around for ever, and nothing is held back.
+        """
+        circling = min(m.scheduler.circling for m in running)
+        if circling < self._circles:
+            return
+        self._circles = 2 * circling
+        loops: dict[Warp, Loop] = {}
+        for machine in running:
+            slices = Slices(machine.program)
+            for cluster in [c for c in machine.clusters if not all(w.exited for cta in c.ctas for w in cta.warps)]:
+                found = Rounds(cluster, slices).follow()
+                if found is None:
+                    return
+                loops.update(found)
+        if not endless(loops.values()) or any([m.scheduler.release() for m in running]):
+            return
+        if not any([m.scheduler.force_stalled() for m in running]):
+            raise Deadlock(report(running, loops))
+
 
 def report(running: Sequence[MachineView], loops: dict[Warp, Loop]) -> str:
     """List what each warp repeats, reads or waits on."""
     lines = ["deadlock: every warp that can run repeats the same loop, and nothing that it depends on changes"]
     for machine in running:
-        spinning = machine.scheduler.ready
+        spinning = [warp for warp in loops if warp.cta.machine is machine]
         device = "" if machine.device is None else f"device {machine.device}, "
         lines.append(f"  {device}kernel {machine.program.kernel.name}: {len(spinning)} warps spin")
         for warp in spinning[:_SHOWN]:
@@ -139,8 +171,8 @@ def report(running: Sequence[MachineView], loops: dict[Warp, Loop]) -> str:
             lines += [f"    reads {text}" for text in values(warp, loops[warp])]
         if len(spinning) > _SHOWN:
             lines.append(f"  ... and {len(spinning) - _SHOWN} more warps")
-        if machine.scheduler.blocked:
-            lines += machine.scheduler.report().splitlines()[1:]
+        if any(warp not in loops for warp in machine.scheduler.blocked):
+            lines += machine.scheduler.report(without=loops).splitlines()[1:]
     return "\n".join(lines)
 
 

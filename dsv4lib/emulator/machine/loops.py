@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.machine.program import Program
 
 SLEEPS = "nanosleep"  # reason of a wait that ends by itself
+BARRIERS = ("barrier", "bar.")  # how reasons begin of waits for other warps that go around, too
 _LONGEST = 20_000  # instructions of a loop
 _TURNS = 64  # of a loop until the slice comes back
-# Loops of these and of instructions without a memory operand leave memory as it is; `_WRITES` are compared.
+# Loops of these and of instructions without a memory operand leave memory as it is; `WRITES` are compared.
 _HARMLESS = ("ld", "ldu", "mbarrier", "multimem", "prefetch")
 _HARMLESS_WITH = {"mbarrier": ("test_wait", "try_wait"), "multimem": ("ld_reduce",)}
-_WRITES = ("st", "atom", "red")
+WRITES = ("st", "atom", "red")
 _WIDTH = re.compile(r"\.(?:[busf])(8|16|32|64|128)\b(?!.*\.[busf]\d)")
 Word = tuple[int, int]  # 0 or the identity of a CTA's memory, and address / 4
 
@@ -80,14 +81,14 @@ def follow(warp: Warp, slices: Slices) -> Loop | None:
     for _ in range(_LONGEST):
         pc = warp.words[PC]
         pcs.add(pc)
-        if not _step(warp, program.instruction(pc), turns[-1].changed, loaded.setdefault(pc, set())):
+        if not step(warp, program.instruction(pc), turns[-1].changed, loaded.setdefault(pc, set())):
             return None
         if groups_of(warp) != start:
             continue
         registers, loads = slices.of(frozenset(pcs))
         if registers != known:
             states, known = {}, registers
-        state = _state(warp, registers)
+        state = state_of(warp, registers)
         if state in states:
             reads = set().union(*(loaded.get(pc, set()) for pc in loads))
             changed = set().union(*(turn.changed for turn in turns[states[state] :]))
@@ -100,11 +101,14 @@ def follow(warp: Warp, slices: Slices) -> Loop | None:
     return None
 
 
-def _step(warp: Warp, instr: Instr, changed: set[Word], loaded: set[Word]) -> bool:
-    """Run an instruction and note the words that it loads, and those that it changes. False: it cannot be judged."""
+def step(warp: Warp, instr: Instr, changed: set[Word], loaded: set[Word], waits: bool = False) -> bool:
+    """Run an instruction and note the words that it loads, and those that it changes. False: it cannot be judged.
+
+    ``waits``: the warp may come to wait at a barrier of its warp, its CTA or its cluster.
+    """
     base, *modifiers = instr.opcode.split(".")
     memory = next((operand for operand in instr.operands if isinstance(operand, Memory)), None)
-    writes = memory is not None and base in _WRITES
+    writes = memory is not None and base in WRITES
     if memory is not None and not writes:
         wanted = _HARMLESS_WITH.get(base, ())
         if base not in _HARMLESS or wanted and not any(m in modifiers for m in wanted):
@@ -120,8 +124,10 @@ def _step(warp: Warp, instr: Instr, changed: set[Word], loaded: set[Word]) -> bo
     if warp.exited:
         return False
     if warp.block is not None:
-        waits = [parked.block for parked in warp.parked] or [warp.block]  # of the lane groups
-        if all(block.reason != SLEEPS for block in waits):
+        blocks = [parked.block for parked in warp.parked] or [warp.block]  # of the lane groups
+        if waits and all(block.reason.startswith(BARRIERS) for block in blocks):
+            return True
+        if all(block.reason != SLEEPS for block in blocks):
             return False
         warp.cta.machine.scheduler.wake()  # a sleep in a loop ends, whatever happens
     return True
@@ -159,7 +165,7 @@ def _words(warp: Warp, instr: Instr, memory: Memory) -> dict[Word, tuple[np.ndar
     return out
 
 
-def _state(warp: Warp, registers: frozenset[int]) -> int:
+def state_of(warp: Warp, registers: frozenset[int]) -> int:
     """Hash the registers of a slice, and local memory."""
     files, local, *_ = warp.cta.storage
     file, program = files[warp.warp_id].reshape(-1).view(np.uint8), warp.program
@@ -177,17 +183,20 @@ class Slices:
     def __init__(self, program: Program):
         self._program = program
         self._uses, self._defs = directions(program)
-        self._known: dict[frozenset[int], tuple[frozenset[int], tuple[int, ...]]] = {}
+        self._known: dict[tuple[frozenset[int], frozenset[int]], tuple[frozenset[int], tuple[int, ...]]] = {}
 
-    def of(self, pcs: frozenset[int]) -> tuple[frozenset[int], tuple[int, ...]]:
-        """Find both for the loop of these instructions."""
-        if pcs not in self._known:
-            self._known[pcs] = self._slice([self._program.instruction(pc) for pc in pcs])
-        return self._known[pcs]
+    def of(self, pcs: frozenset[int], stores: frozenset[int] = frozenset()) -> tuple[frozenset[int], tuple[int, ...]]:
+        """Find both for the loop of these instructions. ``stores``: those of them whose words a slice loads."""
+        key = pcs, stores & pcs
+        if key not in self._known:
+            self._known[key] = self._slice([self._program.instruction(pc) for pc in pcs], stores)
+        return self._known[key]
 
-    def _slice(self, code: list[Instr]) -> tuple[frozenset[int], tuple[int, ...]]:
+    def _slice(self, code: list[Instr], stores: frozenset[int]) -> tuple[frozenset[int], tuple[int, ...]]:
         wanted: set[int] = set()
         for instr in code:
+            if instr.index in stores:
+                wanted |= set().union(*(registers_of(operand) for operand in instr.operands))
             if instr.guard is not None:
                 wanted.add(instr.guard.index)
             for operand in instr.operands:

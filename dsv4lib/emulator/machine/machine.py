@@ -56,7 +56,8 @@ class Machine:
         time: logical time: warp-instructions executed so far.
         ahead: what to add to it for a time that is common to all devices: what the other launches have executed.
         events: bumped by everything that could unblock a warp: every service does.
-        progress: bumped by ``changed``; stands still when the warps only poll.
+        progress: bumped by ``changed``; stands still when the warps only poll. lasting: the same without arrivals at
+            barriers that warps may repeat for ever.
         clusters: resident clusters in launch order.
         before: global memory of the launches that a programmatic dependent launch may overlap, the latest first.
         launches: what the race detectors of launches that run at the same time share; None: nothing runs beside it.
@@ -95,7 +96,7 @@ class Machine:
         self.stats: Counter[str] = Counter()
         self.time = self.ahead = 0
         self.events = 0
-        self.progress = 0
+        self.progress = self.lasting = 0
         self.hazards: dict[tuple[str, int, int], Hazard] = {}
         self.clusters: list[Cluster] = []
         self.smem_bytes = limits.SMEM_RESERVED + program.smem_static + request.dynamic_smem
@@ -121,10 +122,14 @@ class Machine:
         self.split: Split | None = None
         self._began = 0.0
 
-    def changed(self) -> None:
-        """Signal progress of the launch to the scheduler. An arrival, a completion, an exit."""
+    def changed(self, lasting: bool = True) -> None:
+        """Signal progress of the launch to the scheduler. An arrival, a completion, an exit.
+
+        ``lasting``: not an arrival at a barrier, which a loop that waits for ever may make each time around.
+        """
         self.events += 1
         self.progress += 1
+        self.lasting += lasting
 
     def device_order(self, count: int) -> Sequence[int]:
         """Choose in which order a sum over ``count`` devices is formed; ascending before `begin`."""

@@ -7,6 +7,7 @@ when nothing can run any more and lists what each warp waits on.
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from typing import Any
 
 from dsv4lib.emulator.errors import Deadlock, EmulatorError, LimitExceeded, Place
@@ -27,6 +28,7 @@ _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
 _PARKED = abi.CONTEXT.fields["parked"][1] // 4
 # Turns and instructions without progress after which a kernel that spins gets what the policy still holds back.
 _PATIENCE, _SPINNING = 32, 50_000
+_AROUND = 5_000  # arrivals at barriers, and nothing else, after which a launch may be waiting for another
 # Suspended waits (mbarrier.try_wait) may end without their phase; rounds of that without progress mean a deadlock.
 _EXPIRIES = 16
 # Kernels with these instructions or attributes get all resident clusters at once; others one after another.
@@ -65,6 +67,7 @@ class Scheduler:
         self._live: dict[Cluster, int] = {}
         self._seen = -1
         self._progress, self._idle, self._since = 0, 0, 0
+        self._lasting = self._arrivals = 0
         self._limit, self._deadline, self._began = machine.settings.instruction_limit, 0.0, 0.0
         self.resident = self.builder.resident_clusters()
         # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
@@ -112,6 +115,7 @@ class Scheduler:
         self._deadline, self._began = time.monotonic() + self.machine.settings.time_limit, time.process_time()
         self._launch()
         self._progress = self.machine.progress
+        self._settle()
 
     def step(self, limit: int | None = None) -> None:
         """Run one slice of the policy and the completions that follow it. Errors as of `run`.
@@ -134,6 +138,8 @@ class Scheduler:
         if machine.progress != self._progress:
             self._progress, self._since = machine.progress, machine.time
             self._idle = self.fruitless = self._expiries = 0
+            if machine.lasting != self._lasting:
+                self._settle()
         self._idle += 1
         spinning = self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING
         if self._live and (spinning or not (self.ready or completed)):
@@ -152,6 +158,7 @@ class Scheduler:
         for one in folds:
             self.folded = hash((self.folded, one))
         self._progress, self._since, self._seen = self.machine.progress, self.machine.time, self.machine.events
+        self._settle()
         self.restart_clock(self.seconds + seconds)
 
     def fold(self) -> None:
@@ -385,16 +392,32 @@ class Scheduler:
     def _unstick(self) -> None:
         """Nothing can run, or nothing changes: release what was held back, one thing at a time."""
         self._idle, self._since = 0, self.machine.time
-        if len(self.units) and (candidates := self.units.candidates()):
-            self._complete(candidates[:1])
-        elif len(self._live) < self.resident and (self._launchable or self.machine.queue):
-            self.at_once = len(self._live) + 1
-            self._launch()
-        elif not self.ready:
-            self._force()
-        else:
-            self.fruitless += 1
+        if not self.release():
+            if self.ready:
+                self.fruitless += 1
+            else:
+                self._force()
         self.wake()
+
+    def release(self) -> bool:
+        """Let happen what the policy held back: an operation, or the next cluster. True if there was any."""
+        if len(self.units) and (candidates := self.units.candidates()):
+            return self._complete(candidates[:1])
+        if len(self._live) >= self.resident or not (self._launchable or self.machine.queue):
+            return False
+        self.at_once = len(self._live) + 1
+        self._launch()
+        return True
+
+    @property
+    def circling(self) -> int:
+        """Count the arrivals at barriers since anything else has happened."""
+        return self.machine.progress - self.machine.lasting - self._arrivals
+
+    def _settle(self) -> None:
+        """Count from here on."""
+        self._lasting = self.machine.lasting
+        self._arrivals = self.machine.progress - self._lasting
 
     def force_stalled(self) -> bool:
         """Let the lanes of a warp that waits to converge pass alone. True if there was one."""
@@ -430,13 +453,19 @@ class Scheduler:
     @property
     def spins(self) -> bool:
         """Tell whether the last slices brought no progress."""
-        return self.fruitless > 0 or self._idle >= _PATIENCE
+        return self.stuck or self._idle >= _PATIENCE
 
-    def report(self) -> str:
-        """List what each warp waits on."""
+    @property
+    def stuck(self) -> bool:
+        """Tell whether the warps seem to wait for another launch: they only spin, or go around with barriers."""
+        return self.fruitless > 0 or self.circling >= _AROUND
+
+    def report(self, without: Container[Warp] = ()) -> str:
+        """List what each warp waits on, but for some."""
+        blocked = [warp for warp in self.blocked if warp not in without]
         pending = f"{len(self.units)} pending asynchronous operations cannot complete" if len(self.units) else ""
         lines = [f"deadlock: no warp can run and {pending or 'no asynchronous operation is pending'}"]
-        for warp in self.blocked[:64]:
+        for warp in blocked[:64]:
             place = warp.place()
             device = "" if place.device is None else f"device {place.device} "
             owner = f"{device}CTA {warp.cta.ctaid} warp {warp.warp_id}"
@@ -448,8 +477,8 @@ class Scheduler:
                 where = f" ({place.python})" if place.python else ""
                 what = f"{block.reason}: {detail}" if detail else block.reason
                 lines.append(f"  {name}: {what}, PTX line {place.ptx_line}{where}: {place.ptx}")
-        if len(self.blocked) > 64:
-            lines.append(f"  ... and {len(self.blocked) - 64} more warps")
+        if len(blocked) > 64:
+            lines.append(f"  ... and {len(blocked) - 64} more warps")
         lines += [f"  {operation}" for operation, _ in zip(self.units, range(16), strict=False)]
         return "\n".join(lines)
 

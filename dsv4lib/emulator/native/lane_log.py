@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, GENERIC, GLOBAL, LOG, STRONG, WRITE
-from dsv4lib.emulator.native.race_log import Code
+from dsv4lib.emulator.native.code import Code
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 RECORD = 4  # words of 32 bits: synchronisations, warp and lane, bytes, instruction

@@ -19,17 +19,19 @@ from typing import Any
 
 from llvmlite import ir
 
-from dsv4lib.emulator.native import abi, library
+from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, COUNTS, GENERIC, GLOBAL, LOG, STRONG, WRITE
+from dsv4lib.emulator.native.code import Code
 
-# What `judge` returns: noted; for Python; nothing done, strong accesses first or a read that a strong write hides.
-DONE, LEFT, ORDERING = 0, 1, 2
+# What `judge` returns beside LEFT: noted; nothing done, strong accesses first or a read that a strong write hides.
+DONE, ORDERING = 0, 2
 KEYS = 64  # entries of Launch.STAMPS an instruction: by memory and bytes
 _MANY = 8  # cells that `sweep` looks at together
 ALL_BYTES = 15  # of a word
+ROWS = 3  # of a clock (checks/clocks.py): the first two are read here
 SYNC = 16  # bit beside them, as in checks/global_memory.py
 
-_I32, _I64, _PTR = ir.IntType(32), ir.IntType(64), ir.PointerType()
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 class Launch(IntEnum):
@@ -39,7 +41,7 @@ class Launch(IntEnum):
 
 
 class Group(IntEnum):
-    """int64 fields about a cluster. WARPS: uint32[warps, 2, SIZE] clocks; SHADOWS: a `Memory` block for each CTA."""
+    """int64 fields about a cluster. WARPS: uint32[warps, ROWS, SIZE] clocks; SHADOWS: a `Memory` block for each CTA."""
 
     WARPS, EPOCHS, SIZE, TABLE, SHADOWS, CTAS, BASE = range(7)
 
@@ -56,7 +58,7 @@ class Memory(IntEnum):
     An agent's reads are all in [LOW, HIGH), and cell & COLUMNS of them in [FROM, TO).
     """
 
-    TABLE, WRITER, WORDS, COLUMNS, CELLS, LATEST, NUMBER, LOW, HIGH, FROM, TO, ENTRIES, READERS = range(13)
+    TABLE, WRITER, WORDS, COLUMNS, CELLS, LATEST, NUMBER, LOW, HIGH, FROM, TO, ENTRIES, READERS, UNDER = range(14)
 
 
 class Box(IntEnum):
@@ -71,94 +73,7 @@ class Box(IntEnum):
 class Area(IntEnum):
     """int64 fields about an allocation of global memory. START, END: its bytes; BASE: its first word / 4."""
 
-    START, END, BASE, WRITER, FIRST, LATEST, VALUES, WRITTEN, READ_FROM = range(9)
-
-
-class Code:
-    """Shorthand over an IRBuilder."""
-
-    def __init__(self, name: str, types: list[ir.Type]):
-        module = ir.Module()
-        self.function = ir.Function(module, ir.FunctionType(_I64, types), "NAME")
-        self.args = self.function.args
-        self.b = ir.IRBuilder(self.function.append_basic_block(name))
-
-    @staticmethod
-    def number(value: Any) -> Any:
-        """An i64."""
-        return _I64(value) if isinstance(value, int) else value
-
-    def load(self, base: Any, index: Any, kind: ir.Type = _I64) -> Any:
-        """Element of an array, widened to i64; a base is an i64 too."""
-        value = self.b.load(self.at(base, index, kind), typ=kind)
-        return value if kind is _I64 else self.b.zext(value, _I64)
-
-    def store(self, value: Any, base: Any, index: Any, kind: ir.Type = _I64) -> None:
-        """Set an element of an array."""
-        value = self.number(value)
-        self.b.store(value if kind is _I64 else self.b.trunc(value, kind), self.at(base, index, kind))
-
-    def at(self, base: Any, index: Any, kind: ir.Type) -> Any:
-        """Pointer to an element."""
-        return self.b.gep(self.b.inttoptr(base, _PTR), [self.number(index)], source_etype=kind)
-
-    def test(self, how: str, one: Any, other: Any) -> Any:
-        """Unsigned comparison."""
-        return self.b.icmp_unsigned(how, one, self.number(other))
-
-    def bit(self, value: Any, bits: int) -> Any:
-        """Is any of these bits set?"""
-        return self.test("!=", self.b.and_(value, self.number(bits)), 0)
-
-    def variable(self, value: Any = 0) -> Any:
-        """An i64 that changes."""
-        with self.b.goto_entry_block():
-            place = self.b.alloca(_I64)
-        self.b.store(self.number(value), place)
-        return place
-
-    def get(self, variable: Any) -> Any:
-        """Its value."""
-        return self.b.load(variable, typ=_I64)
-
-    def add(self, variable: Any, value: Any = 1) -> None:
-        """Increase a variable."""
-        self.b.store(self.b.add(self.get(variable), self.number(value)), variable)
-
-    @contextmanager
-    def when(self, condition: Any) -> Iterator[None]:
-        """if."""
-        with self.b.if_then(condition):
-            yield
-
-    def give_up(self, condition: Any, value: int = LEFT) -> None:
-        """Return if."""
-        with self.when(condition):
-            self.b.ret(_I64(value))
-
-    @contextmanager
-    def loop(self, condition: Callable[[], Any]) -> Iterator[None]:
-        """while."""
-        head, body, end = (self.function.append_basic_block(name) for name in ("head", "body", "end"))
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        self.b.cbranch(condition(), body, end)
-        self.b.position_at_end(body)
-        yield
-        self.b.branch(head)
-        self.b.position_at_end(end)
-
-    @contextmanager
-    def each(self, count: Any) -> Iterator[Any]:
-        """for i in range(count)."""
-        i = self.variable()
-        with self.loop(lambda: self.test("<", self.get(i), count)):
-            yield self.get(i)
-            self.add(i)
-
-    def compile(self) -> int:
-        """Address of the function."""
-        return library.default().function(str(self.function).replace('@"NAME"', "@NAME"), optimised=True)
+    START, END, BASE, WRITER, FIRST, LATEST, VALUES, UNDER, WRITTEN, READ_FROM = range(10)
 
 
 class _Judge(Code):
@@ -169,7 +84,7 @@ class _Judge(Code):
         self.launch, self.group, self.me, self.n, ordered = self.args
         self.near, self.far = self.load(self.group, Group.TABLE), self.load(self.launch, Launch.TABLE)
         self.size = self.load(self.group, Group.SIZE)
-        row = self.b.mul(self.b.mul(self.me, self.size), _I64(8))
+        row = self.b.mul(self.b.mul(self.me, self.size), _I64(4 * ROWS))
         self.strict = self.b.add(self.load(self.group, Group.WARPS), row)
         self.carried = self.b.add(self.strict, self.b.mul(self.size, _I64(4)))
         self.epoch = self.load(self.load(self.group, Group.EPOCHS), self.me, _I32)
@@ -274,6 +189,7 @@ class _Judge(Code):
                 number = self._number(self.near, self.me, 0, self._sync())
                 into = self.b.select(self.writes, writer, cells)
                 with self.each(many) as i:
+                    self._cover(self.near, writer, self.load(block, Memory.UNDER), self.b.add(word, i))
                     self.store(number, into, self.b.add(word, i), _I32)
                 with self.when(self.b.not_(self.writes)):
                     self.store(self.epoch, self.load(block, Memory.LATEST), self.me, _I32)
@@ -287,6 +203,8 @@ class _Judge(Code):
         """Leave the log to Python unless the word's last write, and for a write its reads since, are covered."""
         with self.when(self.test("!=", old, 0)), self.when(self._late_shared(old)):
             self.give_up(self.b.or_(self.b.not_(self.writes), unread(self, block, word, old)))
+        with self._beneath(self.near, old, self.load(block, Memory.UNDER), word) as under:
+            self.give_up(self._late_shared(under))
         with self.when(self.writes), self.each(self.load(block, Memory.READERS)) as i:
             agent = self.load(self.load(block, Memory.ENTRIES), i)
             latest = self.load(self.load(block, Memory.LATEST), agent, _I32)
@@ -294,6 +212,24 @@ class _Judge(Code):
                 since = self.load(self.load(self.load(block, Memory.CELLS), agent), word, _I32)
                 with self.when(self.test(">", since, old)):
                     self.give_up(self._late_shared(since))
+
+    def _is_weak(self, table: Any, number: Any) -> Any:
+        return self.b.not_(self.bit(self.load(self.load(table, Table.MASK), number, _I32), SYNC))
+
+    @contextmanager
+    def _beneath(self, table: Any, old: Any, under: Any, word: Any) -> Iterator[Any]:
+        """If the access is strong, and the word's last write is: the weak one that this one has hidden, if any."""
+        with self.when(self.b.and_(self.strong, self.test("!=", old, 0))):
+            number = self.load(under, word, _I32)
+            with self.when(self.b.and_(self.test("!=", number, 0), self.b.not_(self._is_weak(table, old)))):
+                yield number
+
+    def _cover(self, table: Any, writer: Any, under: Any, word: Any) -> None:
+        """Keep the weak write of a word that a strong one is about to hide."""
+        with self.when(self.b.and_(self.writes, self.strong)):
+            old = self.load(writer, word, _I32)
+            with self.when(self.b.and_(self.test("!=", old, 0), self._is_weak(table, old))):
+                self.store(old, under, word, _I32)
 
     def _late_shared(self, number: Any) -> Any:
         return uncovered(self, self.near, number, self.strict, self.b.or_(self.get(self.bits), self._sync()))
@@ -317,6 +253,8 @@ class _Judge(Code):
             at = self.b.add(word, i)
             old = self.load(writer, at, _I32)
             self._look_global(old)
+            with self._beneath(self.far, old, self.load(area, Area.UNDER), at) as under:
+                self._look_global(under)
             with self.when(self.writes):
                 for reads in (first, latest):
                     since = self.load(reads, at, _I32)
@@ -328,6 +266,7 @@ class _Judge(Code):
                 at = self.b.add(word, i)
                 with self.b.if_else(self.writes) as (write, read):
                     with write:
+                        self._cover(self.far, writer, self.load(area, Area.UNDER), at)
                         self.store(number, writer, at, _I32)
                         value = self.load(_I64(0), self.b.add(self.load(area, Area.BASE), at), _I32)
                         self.store(value, self.load(area, Area.VALUES), at, _I32)

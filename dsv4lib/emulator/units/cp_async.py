@@ -17,7 +17,7 @@ from dsv4lib.emulator.errors import EmulatorError, HazardError, MemoryFault
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.machine.async_units import AsyncOp
 from dsv4lib.emulator.machine.warp import Block, Warp
-from dsv4lib.emulator.memory.addressing import OFFSET_MASK, is_local, is_shared
+from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, is_local, is_shared
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.native.abi import LANES
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Reg
@@ -82,7 +82,8 @@ def _queue(
     """One operation for all lanes."""
     cta, machine = warp.cta, warp.cta.machine
     label = f"cp.async of {len(lanes)} x {size} bytes -> shared {int(to.min()):#x}"
-    tracked = groups.Tracked(label)
+    own = to.astype(np.uint32) | np.uint32(cta.rank << RANK_SHIFT)
+    tracked = groups.Tracked(label, groups.Written(instr.index, lanes, own, size))
     groups.add(warp, "cp.async", lanes, tracked)
 
     chunk = _CHUNKS[size]

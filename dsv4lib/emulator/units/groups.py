@@ -7,7 +7,7 @@ Source: PTX ISA, "Async-group mechanism".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,13 +15,25 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.machine.warp import Warp
 
 
+class Written(NamedTuple):
+    """Words of shared memory that lanes (int64) have had copied: addresses (uint32), bytes each, by an instruction."""
+
+    instr: int
+    lanes: np.ndarray
+    addresses: np.ndarray
+    nbytes: int
+
+
 class Tracked:
-    """One operation in a group. Has it read its sources, has it written its destinations?"""
+    """One operation in a group. Has it read its sources, has it written its destinations?
 
-    __slots__ = ("done", "label", "read")
+    ``written``: the destinations, if they belong to the lanes that wait.
+    """
 
-    def __init__(self, label: object = ""):
-        self.label = label  # anything printable
+    __slots__ = ("done", "label", "read", "written")
+
+    def __init__(self, label: object = "", written: Written | None = None):
+        self.label, self.written = label, written  # a label is anything printable
         self.read = self.done = False
 
 
@@ -48,10 +60,12 @@ class LaneGroups:
         older = self.groups[: max(len(self.groups) - allowed, 0)]
         return all(op.read if read else op.done for group in older for op in group)
 
-    def prune(self) -> None:
-        """Forget the oldest groups that are complete."""
+    def prune(self) -> list[Tracked]:
+        """Forget the oldest groups that are complete; return what was in them."""
+        forgotten: list[Tracked] = []
         while self.groups and all(op.done for op in self.groups[0]):
-            del self.groups[0]
+            forgotten += self.groups.pop(0)
+        return forgotten
 
 
 def of(warp: Warp, kind: str) -> dict[int, LaneGroups]:
@@ -80,13 +94,13 @@ class GroupWait:
 
     def __init__(self, warp: Warp, kind: str, lanes: np.ndarray, allowed: int, read: bool):
         by_lane = of(warp, kind)
-        self.lanes = [by_lane[lane] for lane in lanes.tolist() if lane in by_lane]
+        self.lanes = {lane: by_lane[lane] for lane in lanes.tolist() if lane in by_lane}
         self.allowed, self.read = allowed, read
         self.warp, self.kind = warp, kind
 
     def ready(self) -> bool:
         """Tell whether all lanes may go on."""
-        return all(lane.complete(self.allowed, self.read) for lane in self.lanes)
+        return all(lane.complete(self.allowed, self.read) for lane in self.lanes.values())
 
     def prune(self) -> None:
         """Forget complete groups after the wait."""
@@ -95,10 +109,18 @@ class GroupWait:
             race.waited(self.warp, self.kind, self.allowed)
             if self.kind == "bulk" and not self.read:
                 race.waited(self.warp, "bulk write", self.allowed)
-        for lane in self.lanes:
-            lane.prune()
+        copied: dict[Tracked, int] = {}
+        for lane, own in self.lanes.items():
+            for op in own.prune():
+                if op.written is not None:
+                    copied[op] = copied.get(op, 0) | 1 << lane
+        if race is not None:
+            for op, lanes in copied.items():
+                race.copied(self.warp, op.written, lanes)
 
     def detail(self) -> str:
         """Say what is missing, for the deadlock report."""
-        missing = {str(op.label) for lane in self.lanes for group in lane.groups for op in group if not op.done}
+        missing = {
+            str(op.label) for lane in self.lanes.values() for group in lane.groups for op in group if not op.done
+        }
         return "waits for " + "; ".join(sorted(missing)[:4])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dsv4lib.emulator import isa
+from dsv4lib.emulator.checks import flags
 from dsv4lib.emulator.errors import HazardError, Place, UnsupportedInstruction
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.machine.cta import CTA_EXITED
@@ -94,10 +95,10 @@ class MBarrier:
             f"{self.expected - self.pending} of {self.expected} arrived, {self.tx} bytes outstanding"
         )
 
-    def arrive(self, count: int, where: Where, expect: int = 0, drop: bool = False) -> int:
+    def arrive(self, count: int, where: Where, expect: int = 0, drop: bool = False, relaxed: int | None = None) -> int:
         """Expect bytes and arrive ``count`` times, in one step. Returns the opaque state before it.
 
-        ``drop`` lowers the expected count of this and all later phases as well.
+        ``drop`` lowers the expected count of this and all later phases as well; ``relaxed``: see `Order.arrived`.
         """
         state = self.phase << PHASE_SHIFT | self.pending
         if expect:
@@ -110,7 +111,7 @@ class MBarrier:
             count = self.pending
         self.pending -= count
         if self.cta.machine.race is not None:
-            self.cta.machine.race.arrived(self)
+            self.cta.machine.race.arrived(self, relaxed)
         self._advance()
         return state
 
@@ -317,6 +318,20 @@ _SPACE = "[.<space:shared|shared::cta|shared::cluster>]"
 _OWN = "[.<space:shared|shared::cta>]"
 
 
+def _relaxed(warp: Warp, barrier: MBarrier, form: Form) -> int | None:
+    """How far a fence must reach for an arrival to release what is before it; None: the arrival does so itself.
+
+    A scope that names the CTA leaves out the waiters of another one, release or not. Without a scope that is not held
+    against a kernel, although it defaults to the CTA: shipped kernels arrive at their peers like that.
+    """
+    peer = barrier.cta is not warp.cta
+    if peer and form.get("scope") == "cta":
+        return flags.NEVER
+    if form.get("sem") != "relaxed":
+        return None
+    return flags.CLUSTER if peer else flags.CTA
+
+
 @isa.service(
     f"mbarrier.<op:arrive|arrive_drop>[.<expect:expect_tx>]{_SEM}{_SPACE}.b64",
     f"mbarrier.<op:arrive|arrive_drop>.<nocomplete:noComplete>[.<sem:release>.<scope:cta>]{_OWN}.b64",
@@ -336,18 +351,19 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
         expected = amount if form.has("expect") else 0
         count = 1 if form.has("expect") else amount
         _check_count(count, where)
+        drop, relaxed = form.get("op") == "arrive_drop", _relaxed(warp, barrier, form)
         arrivals = len(members) * count
         if arrivals <= barrier.pending and not expected and not form.has("nocomplete"):  # one phase for all: no loop
             if wanted:
                 states[members] = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending) - _before(
                     count, len(members)
                 )
-            barrier.arrive(arrivals, where, drop=form.get("op") == "arrive_drop")
+            barrier.arrive(arrivals, where, drop=drop, relaxed=relaxed)
             continue
         for lane in members:
             if form.has("nocomplete") and count >= barrier.pending and barrier.tx == 0:
                 barrier.report("mbarrier_no_complete", f"arrive.noComplete of {count} completes the phase", where)
-            state = barrier.arrive(count, where, expected, drop=form.get("op") == "arrive_drop")
+            state = barrier.arrive(count, where, expected, drop, relaxed)
             if wanted:
                 states[lane] = state
     if wanted:
@@ -488,7 +504,7 @@ def wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
     if race is not None:
         for members, barrier, _ in query.groups:
             if answer >> int(members[0]) & 1:
-                race.acquired(warp, barrier)
+                race.acquired(warp, barrier, form.get("sem") == "relaxed")
                 race.looked(warp, barrier)
     warp.decide(target, answer)
     return None

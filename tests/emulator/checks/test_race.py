@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from dsv4lib.emulator.checks.clocks import rows
 from dsv4lib.emulator.checks.shadow import Accesses, Actor, Shadow, Words
 from dsv4lib.emulator.driver.device import CHECKS
 from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.emulator.machine.policies import POLICIES
 from dsv4lib.emulator.machine.request import Settings
+from dsv4lib.emulator.native.race_log import ALL_BYTES, SYNC
 from tests.emulator.launching import aligned, entry, launch
 
 SMEM = ".shared .align 1024 .b8 sm[8192]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;"
@@ -379,3 +381,22 @@ def test_a_read_that_completes_later_does_not_hide_one_of_a_later_group():
         assert shadow.read(Words(words), actor, shadow.accesses.add(1, epoch, epoch)) is None
     found = shadow.write(Words(slice(0, 8)), Actor(0, 1, clock), shadow.accesses.add(0, 1, 2))
     assert found is not None and (found.what, found.position) == ("write after read", 0)
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_strong_access_is_compared_with_the_weak_write_that_a_strong_one_hides(write):
+    table = Accesses()
+    shadow = Shadow((8,), table, 3)
+    cells, word, atomic = Words(np.array([5])), ALL_BYTES, ALL_BYTES | SYNC
+    first, second = (Actor(entry, 1, rows(3)) for entry in (0, 1))
+    for actor in (first, second):
+        actor.clock[:, actor.entry] = 1
+    weak = table.add(0, 1, 10, word)
+    assert shadow.write(cells, first, weak, word) is None
+    for _ in range(2):  # the second hides it as the first does
+        assert shadow.write(cells, first, table.add(0, 1, 11, atomic), atomic) is None
+    access, what = (shadow.write, "write") if write else (shadow.read, "read")
+    found = access(cells, second, table.add(1, 1, 12, atomic), atomic)
+    assert (found.earlier, found.position, found.what) == (weak, 0, f"{what} after write")
+    second.clock[:, 0] = 1
+    assert access(cells, second, table.add(1, 1, 13, atomic), atomic) is None

@@ -57,6 +57,17 @@ def pair(request):
         yield gpus
 
 
+# Raise the other device's flag to %r3; the first thread asks until its own is %r4, for all threads of the CTA.
+ASK = entry(
+    "u64 mine, u64 other, u32 given, u32 wanted",
+    "ld.param.u64 %rd1, [mine]; ld.param.u64 %rd2, [other]; ld.param.u32 %r3, [given]; ld.param.u32 %r4, [wanted];"
+    "mov.u32 %r0, %tid.x; setp.eq.u32 %p1, %r0, 0; mov.u32 %r9, sm; @%p1 st.release.sys.global.u32 [%rd2], %r3;"
+    "L: @%p1 ld.acquire.sys.global.u32 %r5, [%rd1]; @%p1 st.shared.u32 [%r9], %r5; bar.sync 0;"
+    "ld.shared.u32 %r6, [%r9]; bar.sync 0; setp.ne.u32 %p2, %r6, %r4; @%p2 bra L;",
+    shared=".shared .align 4 .b8 sm[16];",
+)
+
+
 def exchange(gpus):
     flags = gpus.symmetric(4, np.uint32, "flags")
     outs = [gpu.copy(np.zeros(1, np.uint32), "out") for gpu in gpus]
@@ -150,6 +161,23 @@ def test_a_late_device_changes_nothing(pair, late):
     exchange(pair)
     pair.synchronize()
     assert pair[1 - late].launches[1].result.instructions < others.instructions
+
+
+@pytest.mark.parametrize("late", [0, 1, None])
+@pytest.mark.parametrize("schedule", ["round_robin", "oldest_first", "newest_first"])
+def test_devices_that_ask_with_barriers_wait_for_each_other(schedule, late):
+    """A loop with a barrier makes arrivals, which are no progress of the launch that waits."""
+    with emulator.devices(2, shims=False, schedule=schedule) as gpus:
+        flags = gpus.symmetric(4, np.uint32, "flags")
+        if late is not None:
+            gpus.inject(late, "late")
+        for mine, other in ((0, 1), (1, 0)):
+            gpus[mine].launch(request(ASK, flags[mine], flags[other], 3 + mine, 4 - mine))
+        gpus.synchronize()
+        assert [int(flags[i][0]) for i in range(2)] == [4, 3]
+        gpus[0].launch(request(ASK, flags[0], flags[1], 3, 9))
+        with pytest.raises(Deadlock, match="byte 0 of flags of device 0"):
+            gpus.synchronize()
 
 
 def test_a_late_device_enters_after_so_many_instructions():

@@ -1,5 +1,6 @@
 """Triton's launches in the emulator: arguments, descriptors, clusters, autotuning, scripts and their mistakes."""
 
+import inspect
 import math
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from dsv4lib import emulator
 from dsv4lib.emulator.checks import errors
-from dsv4lib.emulator.errors import LaunchError, MemoryFault
+from dsv4lib.emulator.errors import Deadlock, LaunchError, MemoryFault
 from dsv4lib.emulator.sanitize import command
 from dsv4lib.emulator.sanitize.command import Wish
 from tests.cases import cases
@@ -17,6 +18,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: ./dsv4 t
 pytest.importorskip("cutlass.cute")
 
 from dsv4lib.emulator.driver import config, emulated_time, triton_driver  # noqa: E402
+from dsv4lib.emulator.machine.policies import POLICIES  # noqa: E402
+from tests.emulator.driver import triton_faults as faults  # noqa: E402
 from tests.emulator.driver import triton_kernels as kernels  # noqa: E402
 
 ARCHITECTURES = cases("sm_90a", "sm_100a", full=["sm_80"])
@@ -191,3 +194,31 @@ def test_a_script_and_its_mistakes(tmp_path, capfd, body, code, said, printed):
     out, error = capfd.readouterr()
     assert printed in out and said in error, error
     assert ("counts.py:8" in error) == (code != 0), error  # the line of the kernel
+
+
+@pytest.mark.parametrize(("num_ctas", "grid"), [(1, 2), (2, 1), (2, 2)])
+def test_a_wait_by_atomics_ends_or_is_a_deadlock(gpu, num_ctas, grid):
+    """Its loop has barriers, which are no progress; the program that it waits for has not begun when it asks first."""
+    flag, out = (torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(2))
+    if grid == 2:
+        kernels.ask[(grid,)](flag, out, 2, num_ctas=num_ctas)
+        assert int(out[0]) == 7 and not errors(gpu.hazards)
+        flag.zero_()
+    with pytest.raises(Deadlock, match=r"CTA \(0, 0, 0\) warp 0: .*triton_kernels.py:\d+\): .*atom.global"):
+        kernels.ask[(grid,)](flag, out, 3, num_ctas=num_ctas)
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_faults_are_reported_with_their_lines_and_twins_are_silent(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernel = getattr(faults, name)
+    source, first = inspect.getsourcelines(kernel.fn)
+    marked = {number for number, line in enumerate(source, first) if "#!" in line}
+    for options, kinds in zip(faults.FAULTS[name], ({"race_global"}, set()), strict=True):
+        for schedule in POLICIES:
+            with emulator.device("sm_90a", checks="sanitize", schedule=schedule) as device:
+                x, out = (torch.zeros(1024, dtype=torch.int32, device="cuda") for _ in range(2))
+                x[:512] = torch.arange(1, 513)
+                kernel[(2,)](x, out, 600, BLOCK=128, **options)
+                lines = {int(h.place.python.rpartition(":")[2]) for h in device.hazards}
+                assert {h.kind for h in device.hazards} == kinds and lines <= marked, (schedule, device.hazards)

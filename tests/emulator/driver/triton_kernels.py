@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "copy_box", "every_type", "histogram", "scale", "tuned", "wide_sum"]
+__all__ = ["TensorDescriptor", "ask", "copy_box", "every_type", "histogram", "scale", "tuned", "wide_sum"]
 
 
 @triton.jit
@@ -63,3 +63,14 @@ def histogram(x, out, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = out + tl.load(x + i, mask=i < n, other=0) % 8
     tl.store(place, tl.load(place, mask=i < n) + 1, mask=i < n)
+
+
+@triton.jit
+def ask(flag, out, wanted):
+    """Program 0 waits until another has raised the flag to ``wanted``, by atomics: a loop with barriers."""
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(flag, 0) != wanted:
+            pass
+        tl.store(out, 7)
+    else:
+        tl.atomic_xchg(flag, 2)

@@ -25,6 +25,11 @@ CANCEL = (
     "clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r20, %h; //!\n}\n" + USE
 )
 NEXT = "and.b32 %r14, %r0, 31;\nxor.b32 %r14, %r14, 1;\n"
+# Thread 0 looks at the flag for all of its CTA, or of its cluster: the loop has barriers, as Triton's atomics have.
+LOOK = (
+    "L: @%p2 atom.acquire.gpu.global.add.u32 %r30, [%rd4], 0; //!\n@%p2 st.shared.b32 [%r2], %r30;\nbar.sync 0;\n"
+    "ld.shared.b32 %r31, [%r2];\nbar.sync 0;\nsetp.ne.u32 %p10, %r31, {};\n@%p10 bra L;\n"
+)
 HALF = "setp.lt.u32 %p5, %r5, 16;\n"
 
 CASES = {
@@ -230,5 +235,19 @@ CASES = {
         "st.shared.b32 [%r1], %r31;\nld.volatile.shared.b32 %r30, [%r2+4096]; //!\nsetp.ne.u32 %p10, %r30, <<1||0>>;\n"
         "@%p10 bra L;\n",
         threads=32, schedules=("round_robin",),
+    ),
+    "a thread that waits for all others": Case("Deadlock", LOOK.format("<<1||0>>"), schedules=("round_robin",)),
+    "a thread that waits for all others of a cluster": Case(
+        "Deadlock",
+        "mapa.shared::cluster.u32 %r14, %r2, 0;\nsetp.eq.and.u32 %p5, %r7, 0, %p2;\n"
+        "L: @%p5 atom.acquire.gpu.global.or.b32 %r30, [%rd4], 0; //!\n@%p5 st.shared.b32 [%r2], %r30;\n" + CLUSTER
+        + "ld.shared::cluster.b32 %r31, [%r14];\n" + CLUSTER
+        + "setp.ne.u32 %p10, %r31, <<1||0>>;\n@%p10 bra L;\n",
+        threads=32, grid=2, cluster=2, schedules=("round_robin",),
+    ),
+    "a block that waits for one that does not answer": Case(
+        "Deadlock",
+        "@!%p4 bra OTHER;\n" + LOOK.format("1") + "bra END;\n"
+        "OTHER: <<||@%p2 st.release.gpu.global.b32 [%rd4], 1;\n>>END:\n", grid=2, schedules=("round_robin",),
     ),
 }  # fmt: skip

@@ -88,6 +88,25 @@ CASES = {
         ),
         grid=2,
     ),
+    "a fence before the barrier, by a warp that has not looked": Case(
+        "race_global",
+        handed_over(
+            "bar.sync 0;\n",
+            RELEASE,
+            "@!%p2 bra ON;\n" + poll("ld.relaxed.gpu.global.b32")
+            + "ON:\n<<@!%p1 fence.acq_rel.gpu;\n||>>bar.sync 0;\n<<||fence.acq_rel.gpu;\n>>",
+        ),
+        grid=2,
+    ),
+    "a fence after the barrier whose scope is the CTA": Case(
+        "race_global",
+        handed_over(
+            "bar.sync 0;\n",
+            RELEASE,
+            "@!%p2 bra ON;\n" + poll("ld.relaxed.gpu.global.b32") + "ON: bar.sync 0;\nfence.acq_rel.<<cta||gpu>>;\n",
+        ),
+        grid=2,
+    ),
     "a flag whose scope is the CTA": Case(
         "race_global", handed_over("bar.sync 0;\n", RAISE.format("release.<<cta||gpu>>"), ACQUIRE), grid=2
     ),
@@ -103,6 +122,12 @@ CASES = {
         "<<@%p4 st.global.b32 [%rd4], 5; //!\n@!%p4 red.global.add.u32 [%rd4], 1; //!"
         "||@%p4 red.global.add.u32 [%rd4], 5;\n@!%p4 red.global.add.u32 [%rd4], 1;>>\n",
         grid=2,
+    ),
+    "atomics of two CTAs after a store of the first": Case(
+        "race_global",
+        "setp.eq.and.u32 %p5, %r10, 0, %p2;\n@%p5 st.global.b32 [%rd4<<||+64>>], 9; //!\n"
+        "red.global.add.u32 [%rd4], 1; //!\n",
+        grid=2, schedules=("round_robin",),
     ),
     "a load beside an atomic": Case(
         "race_global",

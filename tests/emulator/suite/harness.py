@@ -158,8 +158,8 @@ def _dependent(case: Case, repaired: bool, options: dict[str, Any]) -> list[Haza
 # What the fault of a kind may cause: words that are not written yet, or a stop, and what else is out of order then.
 CONSEQUENCES = {
     "race_shared": {
-        "uninitialised_smem", "mbarrier_phase_unordered", "barrier_phase_mixed", "missing_proxy_fence",
-        "missing_warp_sync",
+        "uninitialised_smem", "uninitialised_smem_unused", "mbarrier_phase_unordered", "barrier_phase_mixed",
+        "missing_proxy_fence", "missing_warp_sync",
     },
     "race_tensor": {"uninitialised_tmem"},
     "race_global": {"race_global_same_value"},

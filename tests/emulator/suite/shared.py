@@ -158,6 +158,22 @@ CASES = {
         "race_shared|missing_cp_async_wait",
         TAKE + "cp.async.wait_all;\n<<||bar.sync 0;\n>>ld.shared.b32 %r20, [%r4]; //!\n" + USE,
     ),
+    "cp.async of another lane": Case(
+        "missing_warp_sync",
+        TAKE + "cp.async.wait_all;\n<<||bar.warp.sync -1;\n>>ld.shared.b32 %r20, [%r6]; //!\n" + USE,
+    ),
+    "atomics of two warps after a store of the first": Case(
+        "race_shared",
+        "@%p2 st.shared.b32 [%r2], 0; //!\n<<||bar.sync 0;\n>>@%p1 red.shared.add.u32 [%r2], 1;\n"
+        "@!%p1 red.shared.add.u32 [%r2], 1; //!\n",
+        schedules=("round_robin", "newest_first"),
+    ),
+    "a byte of a word that atomics of two warps take": Case(
+        "race_shared",
+        "@%p2 st.shared.b32 [%r2], 0;\nbar.sync 0;\n@%p2 st.shared.b8 [%r2+<<1||4>>], 7; //!\n"
+        "@%p1 red.shared.max.u32 [%r2], 1;\n@!%p1 red.shared.max.u32 [%r2], 1; //!\n",
+        schedules=("round_robin",),
+    ),
     # --- the cluster
     "a store to a peer before the cluster barrier": Case(
         "race_shared",

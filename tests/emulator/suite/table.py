@@ -10,7 +10,7 @@ from typing import Any
 
 from dsv4lib.emulator.machine.policies import POLICIES
 from tests.emulator.suite import cuda
-from tests.emulator.suite.cutedsl import barriers, common, far, shared, tensor  # noqa: F401  they list their kernels
+from tests.emulator.suite.cutedsl import barriers, common, far, rings, shared, tensor  # noqa: F401  they list their kernels
 from tests.emulator.suite.harness import Outcome, caught, in_place, run
 from tests.emulator.suite.test_suite import CASES
 

@@ -10,10 +10,10 @@ from dsv4lib.emulator.checks import KINDS
 from dsv4lib.emulator.machine.policies import POLICIES
 from tests.cases import cases
 from tests.emulator.suite import cuda
-from tests.emulator.suite.cutedsl import barriers, common, far, shared, tensor
+from tests.emulator.suite.cutedsl import barriers, common, far, rings, shared, tensor
 from tests.emulator.suite.harness import alone, caught
 
-FILES = (barriers, far, shared, tensor)
+FILES = (barriers, far, rings, shared, tensor)
 # Of each file what only the DSL has (pipelines, its copies, maps by its host code), then other kinds.
 SAMPLE = [
     "barriers: a pipeline whose consumer never releases",
@@ -21,6 +21,8 @@ SAMPLE = [
     "far: a flag that ends at the device",
     "far: another warp waits",
     "far: rows that do not end at 16 bytes",
+    "rings: a ring of more stages than buffers",
+    "rings: an epilogue that releases before its loads are done",
     "shared: a consumer that does not wait for tma",
     "shared: a consumer that releases before it reads",
     "shared: cp async that is not waited for",

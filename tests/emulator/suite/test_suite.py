@@ -8,10 +8,14 @@ from dsv4lib.emulator.checks import KINDS, Hazard
 from dsv4lib.emulator.checks.products import Products
 from dsv4lib.emulator.errors import Deadlock, Place
 from dsv4lib.emulator.machine.policies import POLICIES
-from tests.emulator.suite import barriers, far, shared, tensor
+from tests.emulator.suite import barriers, far, relaxed, shared, tensor
 from tests.emulator.suite.harness import Outcome, alone, caught, in_place, run
 
-TABLES = {"shared": shared.CASES, "far": far.CASES, "barriers": barriers.CASES, "tensor": tensor.CASES}
+TABLES = {
+    "shared": shared.CASES, "far": far.CASES, "barriers": barriers.CASES, "relaxed": relaxed.CASES,
+    "tensor": tensor.CASES,
+}  # fmt: skip
+SILENT = tensor.SILENT | relaxed.SILENT
 CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, case in cases.items()}
 
 
@@ -32,10 +36,11 @@ def test_the_repaired_twin_is_silent(name):
         assert outcome.error is None and outcome.hazards == [], (schedule, outcome)
 
 
-@pytest.mark.parametrize("name", tensor.SILENT)
+@pytest.mark.parametrize("name", SILENT)
 def test_what_looks_like_a_fault_is_none(name):
-    outcome = run(tensor.SILENT[name], False)
-    assert outcome.error is None and outcome.hazards == [], outcome
+    for schedule in ("round_robin",) if name in tensor.SILENT else POLICIES:
+        outcome = run(SILENT[name], False, schedule)
+        assert outcome.error is None and outcome.hazards == [], (schedule, outcome)
 
 
 def test_a_report_at_a_line_without_a_mark_is_out_of_place():

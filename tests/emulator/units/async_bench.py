@@ -37,7 +37,7 @@ class Machine:
         if self.fatal:
             raise HazardError(f"{kind}: {message}", place)
 
-    def changed(self) -> None:
+    def changed(self, lasting: bool = True) -> None:
         self.progress += 1
 
     def cancel_cluster(self) -> tuple[int, int, int] | None:
