@@ -3,8 +3,8 @@
 `python run_example.py ARCH TORCH DEVICES MODES SCRIPT ARGS...`. TORCH is the version that torch claims, "" for its own:
 two scripts bring a reference of their own for older ones, and for newer ones take a function that torch lacks on the
 CPU. With more than one of DEVICES the script is one for torchrun (`run_distributed.py`), in the default mode. The
-script's own comparison decides; `torch.testing.assert_close` is only listened to, for the size of the error. A
-notebook runs as the sequence of its code cells.
+script's own comparison decides; `torch.testing.assert_close` is only listened to, for the size of the error and because
+a script may go on after a failed one. A notebook runs as the sequence of its code cells.
 
 Every launch runs once in the default mode, and then again from the same memory in each of MODES ("race,random", ""
 for none): what these change in memory is compared byte for byte with what the first one left, and the script goes on
@@ -107,15 +107,19 @@ def as_script(path: Path, folder: str) -> Path:
     return out
 
 
-def listened(compared: list[tuple[float, float]]) -> Any:
-    """`assert_close` that notes the largest error and the largest reference of every call."""
+def listened(compared: list[tuple[float, float]], failed: list[str]) -> Any:
+    """`assert_close` that notes the largest error and the largest reference of every call, and what it raised."""
     original = torch.testing.assert_close
 
     def assert_close(actual: Any, expected: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor) and actual.shape == expected.shape:
             a, e = actual.double(), expected.double()
             compared.append((float((a - e).abs().max()), float(e.abs().max())))
-        original(actual, expected, *args, **kwargs)
+        try:
+            original(actual, expected, *args, **kwargs)
+        except AssertionError as error:
+            failed.append(f"AssertionError: {error}"[:400])
+            raise
 
     return assert_close
 
@@ -156,7 +160,8 @@ def main() -> None:
         torch.__version__ = torch.torch_version.TorchVersion(version)
     torch.set_num_threads(1)
     compared: list[tuple[float, float]] = []
-    torch.testing.assert_close = listened(compared)
+    failed: list[str] = []
+    torch.testing.assert_close = listened(compared, failed)
     path = Path(script).resolve()
     sys.argv = [str(path), *arguments]
     sys.path[0] = str(path.parent)
@@ -165,6 +170,7 @@ def main() -> None:
         note, gpus, replayed = one_device(arch, [mode for mode in MODES if mode in modes.split(",")], path)
     else:
         note, gpus, replayed = several_devices(arch, int(devices), path)
+    note = note or (failed or [""])[0]  # of a script that goes on after a wrong result
     results = [launch.result for gpu in gpus for launch in gpu.launches]
     hazards: dict[str, int] = {}
     for hazard in (hazard for gpu in gpus for hazard in gpu.hazards):

@@ -19,6 +19,7 @@ from dsv4lib.emulator.ptx.ir import Kernel, Module
 SMEM_WITHOUT_OPT_IN = 48 << 10
 INVALID_VALUE, NO_KERNEL_IMAGE, COOPERATIVE_TOO_LARGE = 1, 209, 720  # cudaError_t
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 2, 4, 6
+EVENTS = frozenset((7, 12))  # recorded when all CTAs have triggered (programmatic), or have begun (launch completion)
 # Attributes that cannot change results: cache policy, scheduling preference, priority, memory domains, carve-out.
 HINTS = frozenset((0, 1, 3, 5, 8, 9, 10, 11, 14, 16))
 MAX_ATTRIBUTES = 64
@@ -96,6 +97,8 @@ def attributes_of(config: Config) -> tuple[Dim3, dict[str, Any]]:
         elif attribute.id in (COOPERATIVE, PROGRAMMATIC_SERIALIZATION):
             name = "cooperative" if attribute.id == COOPERATIVE else "programmatic"
             named[name] = bool(struct.unpack_from("<i", value)[0])
+        elif attribute.id in EVENTS:
+            named["events"] = (*named.get("events", ()), struct.unpack_from("<Q", value)[0])
         elif attribute.id not in HINTS:
             raise LaunchError(f"launch attribute {attribute.id} is not supported")
     return cluster, named

@@ -81,14 +81,29 @@ class ExternalStream(Stream):
         super().__init__(device, stream_ptr=stream_ptr)
 
 
+_LIVE: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()  # all events, by handle
+
+
 class Event:
     """An event; times are emulated (`emulated_time`), NaN in a group. On a single device it has always happened."""
 
-    cuda_event = 0
-
     def __init__(self, *args: Any, **kwargs: Any):
-        self.mark: Mark | None = None
+        self.handle = RUNTIME.handle()
         self.time = NO_TIME
+        _LIVE[self.handle] = self
+
+    def __del__(self) -> None:
+        RUNTIME.marks.pop(self.handle, None)
+
+    @property
+    def cuda_event(self) -> int:
+        """The handle, of an event that has been recorded. 0 before: torch makes its event then."""
+        return self.handle if self.handle in RUNTIME.marks else 0
+
+    @property
+    def mark(self) -> Mark | None:
+        """What was queued when it was recorded, by this object or by generated code. None where nothing is left."""
+        return RUNTIME.marks.get(self.handle)
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark what is queued on a stream now."""
@@ -96,7 +111,7 @@ class Event:
 
     def put(self, stream: int) -> None:
         """Do as `record`, with the stream's handle."""
-        self.mark, self.time = RUNTIME.record(stream), RUNTIME.device().tick()
+        RUNTIME.marks[self.handle], self.time = RUNTIME.record(stream), RUNTIME.device().tick()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Order what follows on a stream after this event."""
@@ -368,19 +383,19 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
     yield from answers(runtime.cudaError_t.cudaSuccess, runtime_table, runtime)
 
 
-_EVENTS: dict[int, Event] = {}  # by the handle that the bindings gave out
+_MADE: dict[int, Event] = {}  # by the handle that the bindings gave out
 
 
 def make_event() -> int:
     """Make an event; returns its handle."""
-    number = max(_EVENTS, default=0) + 1
-    _EVENTS[number] = Event()
-    return number
+    made = Event()
+    _MADE[made.handle] = made
+    return made.handle
 
 
 def drop_event(handle: Any) -> None:
     """Forget an event."""
-    _EVENTS.pop(int(handle), None)
+    _MADE.pop(int(handle), None)
 
 
 def event(handle: Any) -> Event:
@@ -389,9 +404,10 @@ def event(handle: Any) -> Event:
     Raises:
         ArgumentError: it was never created, or has been destroyed.
     """
-    if int(handle) not in _EVENTS:
+    found = _LIVE.get(int(handle))
+    if found is None:
         raise ArgumentError("event", handle, "an event that exists")
-    return _EVENTS[int(handle)]
+    return found
 
 
 def _events(prefix: str, handle: Any) -> dict[str, Any]:

@@ -103,6 +103,10 @@ def emulate(
         code, error = _attempt(path, args, target, {**settings, "findings": findings})
         wanted = wanted_arch(error) if arch == "auto" and code != 0 else None
         if wanted is None or wanted in tried:
+            missing = missing_arch(error) if code != 0 else None
+            if missing is not None:
+                known = ", ".join(ARCHITECTURES)
+                print(f"{findings['command']}: {missing} is not emulated: {known} are", file=sys.stderr)
             return code
         print(f"{findings['command']}: the script needs {wanted}; starting again", file=sys.stderr)
         target = wanted
@@ -114,14 +118,29 @@ def wanted_arch(error: str) -> str | None:
     >>> wanted_arch("OpError: expects arch to be Arch.sm_90a, but got Arch.sm_100a")
     'sm_90a'
     """
-    if not _REFUSAL.search(error):
-        return None
-    found = [f"sm_{number}{suffix.lower()}" for number, suffix in _WANTED.findall(error)]
-    for name in found:
+    for name in _named(error):
         for candidate in (name, name + "a"):
             if candidate in ARCHITECTURES and candidate != FIRST:
                 return candidate
     return None
+
+
+def missing_arch(error: str) -> str | None:
+    """Read from an error message the architecture that it requires and that is not emulated. None if it is another.
+
+    >>> missing_arch("OpError: expects arch to be one of [Arch.sm_120a, Arch.sm_121a], but got Arch.sm_100a")
+    'sm_120a'
+    """
+    found = [name for name in _named(error) if name != FIRST]
+    here = any(candidate in ARCHITECTURES for name in found for candidate in (name, name + "a"))
+    return None if here or not found else found[0]
+
+
+def _named(error: str) -> list[str]:
+    """The architectures in an error message, if it is about such."""
+    if not _REFUSAL.search(error):
+        return []
+    return [f"sm_{number}{suffix.lower()}" for number, suffix in _WANTED.findall(error)]
 
 
 def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any]) -> tuple[int, str]:

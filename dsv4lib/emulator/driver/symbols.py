@@ -66,7 +66,7 @@ class Runtime:
         self.side_of: Callable[[Any], int | None] = lambda tensor: None  # device number of a torch tensor, if known
         self.place: Callable[[Any, int], None] = lambda tensor, index: None  # note the device of a torch tensor
         self.stream = 0  # handle of torch's current stream
-        self.marks: dict[int, Mark | None] = {}  # events that generated code has recorded
+        self.marks: dict[int, Mark | None] = {}  # of events that have been recorded, by handle
         self._next = 0x1000
 
     def handle(self) -> int:
@@ -324,6 +324,8 @@ def run_kernel(settings: config.Config, kernel: int, arguments: int) -> None:
         RUNTIME.captured.append(request)
     else:
         device.launch(request, settings.stream or 0)
+        for event in request.attributes.get("events", ()):  # late, which is allowed: after the whole launch
+            event_record(event, settings.stream)
 
 
 @symbol("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", P, P, I, SIZE)

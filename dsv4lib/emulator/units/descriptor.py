@@ -4,7 +4,8 @@ Decoding is strict: a reserved bit that is set, or a value the PTX ISA does not 
 name. A mis-read descriptor gives plausible wrong numbers, which is the one thing an emulator must not do.
 
 Source: PTX ISA, "Shared memory descriptor", "Instruction descriptor", "Zero-Column Mask Descriptor", tables 39-55
-(tcgen05) and "Matrix Descriptor Format" (wgmma).
+(tcgen05) and "Matrix Descriptor Format" (wgmma). The sparsity version of the 4-bit kinds, which is set in descriptors
+that the CuTe DSL makes: its `Tcgen05MxOmmaInstrDesc`.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ K_OF_KIND = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4
 K_OF_SM103 = 96  # of mxf4 and mxf4nvf4, with bit 31 of the descriptor
 ELEMENT_BITS = {"f16": 16, "tf32": 32, "f8f6f4": 8, "i8": 8, "mxf8f6f4": 8, "mxf4": 4, "mxf4nvf4": 4}
 BLOCK_SCALED = frozenset(("mxf8f6f4", "mxf4", "mxf4nvf4"))
+_SPARSITY_VERSION = frozenset(("mxf4", "mxf4nvf4"))  # kinds whose B type is bits 10-11: bit 12 has no effect on sm_100
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,8 @@ def instruction_descriptor(kind: str, bits: int, cta_group: int = 1, ws: bool = 
     _zero(bits, 6, 1, what, "reserved")
     negate_a, negate_b = bool(_bits(bits, 13, 1)), bool(_bits(bits, 14, 1))
     mn_a, mn_b = bool(_bits(bits, 15, 1)), bool(_bits(bits, 16, 1))
-    a, b = _choose(_FORMATS[kind], bits, 7, 3, "A type"), _choose(_FORMATS[kind], bits, 10, 3, "B type")
+    a = _choose(_FORMATS[kind], bits, 7, 3, "A type")
+    b = _choose(_FORMATS[kind], bits, 10, 2 if kind in _SPARSITY_VERSION else 3, "B type")
     n = _bits(bits, 17, 6) << 3
     common = (a, b, negate_a, negate_b, mn_a, mn_b)
     if scaled:

@@ -96,6 +96,34 @@ def test_a_context_a_library_and_a_launch_with_attributes(gpu):
         driver.cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, 0, by_types(*there, 32), 0)
 
 
+@pytest.mark.parametrize("name", ["launchCompletionEvent", "programmaticEvent"])
+def test_a_launch_records_the_event_of_its_attribute(name):
+    import torch
+
+    attribute, x = driver.CUlaunchAttribute(), np.arange(64, dtype=np.float32)
+    ids = driver.CUlaunchAttributeID
+    attribute.id = {
+        "launchCompletionEvent": ids.CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT,
+        "programmaticEvent": ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT,
+    }[name]
+    with emulator.devices(2, "sm_90a") as gpus:
+        event, other = torch.cuda.Event(), torch.cuda.Event()
+        assert event.cuda_event == other.cuda_event == 0  # torch makes it when it is recorded
+        event.record()
+        other.record()
+        gpus.synchronize()
+        assert 0 != event.cuda_event != other.cuda_event and event.query()
+        getattr(attribute.value, name).event = driver.CUevent(event.cuda_event)
+        settings, there = driver.CUlaunchConfig(), (allocated(x), allocated(np.zeros_like(x)))
+        settings.gridDimX, settings.gridDimY, settings.gridDimZ = 2, 1, 1
+        settings.blockDimX, settings.blockDimY, settings.blockDimZ = 32, 1, 1
+        settings.attrs, settings.numAttrs = [attribute], 1
+        done(driver.cuLaunchKernelEx(settings, function(), by_types(*there, 64), 0))
+        assert gpus.queues.pending() and not event.query() and other.query()
+        gpus.synchronize()
+        assert event.query() and np.array_equal(read(there[1], x), 2 * x)
+
+
 COUNT = (
     HEADER
     + ".global .align 4 .u32 count = 5;\n.visible .entry add() { .reg .b32 %r<4>; ld.global.u32 %r1, [count]; "

@@ -109,6 +109,8 @@ def test_decode():
     assert request.ctas == {(0, 0, 0)}
     assert struct.unpack_from("<I", request.params)[0] == 7
     assert request.params[64:192] == bytes(range(128)) and struct.unpack_from("<Q", request.params, 192)[0] == 2**40
+    events = ((12, struct.pack("<Qi", 0x1230, 0)), (7, struct.pack("<Qii", 0x4560, 0, 1)))
+    assert config.decode(launch_config(*events), MODULE, "k", at).attributes == {"events": (0x1230, 0x4560)}
 
 
 def test_unknown_attributes_and_null_arguments():

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("cutlass.cute")
 
-from dsv4lib.emulator.driver.script import FAILED, HAZARD, emulate, wanted_arch
+from dsv4lib.emulator.driver.script import FAILED, HAZARD, emulate, missing_arch, wanted_arch
 from dsv4lib.errors import ArgumentError
 
 KERNEL = """
@@ -119,6 +119,14 @@ def test_files_beside_the_script_can_be_imported(script, tmp_path):
 )
 def test_wanted_arch(message, arch):
     assert wanted_arch(message) == arch
+
+
+def test_an_architecture_that_is_not_emulated_is_named(script, capfd):
+    asks = "raise ValueError('expects arch to be one of [Arch.sm_120a, Arch.sm_121a], but got Arch.sm_100a')"
+    assert emulate(script(asks)) == 1
+    assert "dsv4 emulate: sm_120a is not emulated: sm_80, sm_90a" in capfd.readouterr().err
+    for other in ("index 120 out of range", "requires sm_90", "expects sm_120 or sm_90a, unsupported", "arch"):
+        assert missing_arch(other) is None
 
 
 def test_bad_arguments(tmp_path):

@@ -81,8 +81,11 @@ def test_what_was_compiled_here_stays_here(tmp_path):
         x, y = torch.arange(64.0), torch.zeros(64)
         with pytest.raises(LaunchError, match="must not be exported"):
             compiled.export_to_c(object_file_path=str(tmp_path / "add.o"), function_name="add")
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(Exception, match="No such"):
+            cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
+        (tmp_path / "add.o").touch()
         with pytest.raises(LaunchError, match="compiled for a GPU"):
             cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
-    assert list(tmp_path.iterdir()) == []
     with pytest.raises(RuntimeError, match="compiled for the emulator"):
         compiled(x, y)

@@ -18,6 +18,7 @@ ROWS, KNOWN = catalogue.findings(), catalogue.reproductions()
 SCHEDULES = [*((name, 0) for name in POLICIES), ("random", 1), ("adversarial", 1)]
 PAGE = catalogue.PAGE.read_text()
 SCRIPT = catalogue.FOLDER / "row_max_exchange.py"
+SUM = catalogue.FOLDER / "sum_over_unread_maximum.py"
 
 
 def sanitized(tmp_path, name, schedule, seed, repaired=False):
@@ -104,13 +105,29 @@ def test_the_script_in_the_cute_dsl_and_its_twin(tmp_path, capfd, repaired):
     assert one["fix"].endswith("(here: cute.arch.sync_threads())")
 
 
+@pytest.mark.parametrize("repaired", [False, True])
+def test_the_script_of_many_ctas_and_its_twin(tmp_path, capfd, repaired):
+    pytest.importorskip("cutlass.cute")
+    marked = {i for i, line in enumerate(SUM.read_text().splitlines(), 1) if "# reported" in line}
+    output, given = tmp_path / "report.json", (["repaired"] if repaired else []) + ["3"]
+    settings = {"checks": "race", "time_limit": 60.0}
+    code = command.run(Wish("dsv4 sanitize", str(SUM), given, "sm_90a", settings, form="json", output=output))
+    wrong, findings = re.search(r"(\d+) of 384 maxima", capfd.readouterr().out)[1], json.loads(output.read_text())
+    if repaired:
+        assert (code, wrong, findings["findings"]) == (0, "0", [])
+        return
+    assert code == 90 and wrong == "96"  # a warp of four, the last to load
+    (one,) = findings["findings"]
+    assert {one["place"]["line"], one["against"]["line"]} == marked and len(marked) == 2
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_reproduction_has_its_files_and_a_finding():
     files = {path.name for path in catalogue.FOLDER.iterdir()}
     wanted = {f"{name}{end}" for name in KNOWN for end in (".ptx", ".toml", "_repaired.toml")}
-    assert files == wanted | {"reproductions.csv", SCRIPT.name}
+    assert files == wanted | {"reproductions.csv", SCRIPT.name, SUM.name}
     assert {row.reproduction for row in ROWS} - {""} == set(KNOWN)
 
 

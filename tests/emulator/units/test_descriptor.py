@@ -122,7 +122,10 @@ def test_undefined_operand_types(kind, bad):
     good = {"tf32": 2, "mxf4": 1, "mxf4nvf4": 1}.get(kind, 0)
     make = scaled if kind.startswith("mx") else idesc
     for code in bad:
-        for field, bits in (("A type", make(a=code, b=good)), ("B type", make(a=good, b=code))):
+        fields = [("A type", make(a=code, b=good))]
+        if code < 4 or not kind.startswith("mxf4"):  # whose B type has two bits
+            fields.append(("B type", make(a=good, b=code)))
+        for field, bits in fields:
             with pytest.raises(DescriptorError, match=field):
                 instruction_descriptor(kind, bits)
 
@@ -175,6 +178,14 @@ def test_reserved_bits(bit, field):
 def test_reserved_bits_of_mxf8f6f4(bit, field):
     with pytest.raises(DescriptorError, match=field):
         instruction_descriptor("mxf8f6f4", scaled(extra=1 << bit))
+
+
+@pytest.mark.parametrize("kind", ["mxf4", "mxf4nvf4"])
+def test_the_sparsity_version_of_4_bit_kinds_says_nothing(kind):
+    bits = scaled(a=1, b=1)
+    assert instruction_descriptor(kind, bits | 1 << 12) == instruction_descriptor(kind, bits)
+    with pytest.raises(DescriptorError, match="B type"):
+        instruction_descriptor("mxf8f6f4", scaled(a=1, b=2, extra=1 << 12))
 
 
 def test_k96():
