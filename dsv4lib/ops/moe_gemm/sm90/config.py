@@ -27,6 +27,7 @@ MAX_STAGES = 8
 MAX_EXPERTS = 512  # of the table that finds tiles
 EXPERTS_A_LANE = MAX_EXPERTS // 32
 REDUCE = 1  # named barrier of the consumers
+SUM_BUFFERS = 2  # at most
 PITCH = TILE_M + 4  # fp32 from one token's sums to the next: stores of a warp fall into 32 banks
 ROW_BYTES = 128  # of the swizzle
 HALF = TILE_M // 2  # rows g of all warps come first in the sums, then rows g + 8
@@ -97,9 +98,10 @@ class Config:
         self.block_mmas = BLOCK * self.mode.x_bits // 8 // 32
         self.group = max(1, 16 // tile_n)  # blocks of 32 K that one commit covers
         # ---- shared memory ----
-        choices = [(stages, buffers) for stages in (MAX_STAGES, MAX_STAGES // 2) for buffers in (2, 1)]
+        choices = [(stages, buffers) for stages in (MAX_STAGES, MAX_STAGES // 2) for buffers in (SUM_BUFFERS, 1)]
         self.stages, self.sum_buffers = next(one for one in choices if self._smem_bytes(*one) <= SMEM_LIMIT)
         self.sum_words = CONSUMERS * tile_n * PITCH  # of a buffer
+        self.overlapped = tile_n == ROW_STEP  # a tile ends after the MMAs of the next: more tokens need the registers
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         parts = [self.mode_name, str(self.tile_n), str(self.step_k), self.out]
@@ -115,7 +117,7 @@ class Config:
             "tokens' scales": (stages * self.sfx_bytes, f"{stages} stages x {n} tokens x {self.chunks} x 4 B"),
             "sums": (4 * buffers * CONSUMERS * n * PITCH, f"{buffers} x {CONSUMERS} x {n} tokens x {PITCH} fp32"),
             "groups": (4 * (3 * MAX_EXPERTS + 32), f"first tile, offset, count of {MAX_EXPERTS} experts"),
-            "control": (16 * stages, f"2 x {stages} mbarriers x 8 B"),
+            "control": (16 * stages + 8 * SUM_BUFFERS, f"2 x {stages} + {SUM_BUFFERS} mbarriers x 8 B"),
         }
 
     def _smem_bytes(self, stages: int, buffers: int) -> int:

@@ -2,10 +2,15 @@
 
 They are added, scaled and converted, with SwiGLU, routing weight.
 
-Every warpgroup stores the sums of its steps of K, [token][64 rows, those of rows g before those of rows g + 8]. After a
-barrier a warp takes a token and adds the four, in an order that depends on the steps alone: bits do not depend on which
-warpgroup had which. With gate and up alternating by 8, lane f then has both of feature f of 32, and a warp has a whole
-block of MXFP8: its scale is a maximum over the lanes.
+Every warpgroup stores the sums of its steps of K, [token][64 rows, those of rows g before those of rows g + 8]. When
+all have, a warp takes a token and adds the four, in an order that depends on the steps alone: bits do not depend on
+which warpgroup had which. With gate and up alternating by 8, lane f then has both of feature f of 32, and a warp has a
+whole block of MXFP8: its scale is a maximum over the lanes.
+
+A tile of 8 tokens is finished after the MMAs of the next one, when all have long stored theirs. So no warpgroup waits
+for another, unless that is a tile late; factors have come from global memory during the MMAs. Tokens are dealt to the
+warpgroups in turn. There are two buffers of sums: one is free again when all sums of the next tile are stored, because
+every warp stores them after it has finished the tile before.
 """
 
 from __future__ import annotations
@@ -47,6 +52,14 @@ class Scales(NamedTuple):
 
     low: Float32
     high: Float32
+    routing: Any = None  # weight of the token, where a warp has one
+
+
+class Sums(NamedTuple):
+    """Where the sums of warpgroups meet."""
+
+    sums: cute.Tensor  # fp32 [position, token, warpgroup, buffer]
+    stored: cute.Pointer  # an mbarrier a buffer: all warps have stored
 
 
 class Ends(NamedTuple):
@@ -64,24 +77,43 @@ class Epilogue(Walk):
     """What the consumer warps do with a tile's sums."""
 
     @cute.jit
-    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor):
+    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: Scales):
         """Add up and store a tile.
 
         Args:
             first: warpgroup that had the tile's first step.
             sSum: fp32 [position, token, warpgroup, buffer].
         """
+        for token in cutlass.range(self.first_token(), self.stored(tile), CONSUMER_WARPS, unroll=1):
+            weight = scales.routing if self.overlapped else self.weight_of(tile.row + token, ends)
+            self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales, weight)
+
+    @cute.jit
+    def store_sums(self, buffer: Int32, sSum: cute.Tensor, rSum: cute.Tensor):
+        """Store the sums of this warpgroup's steps of a tile."""
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // 32, cute.arch.lane_idx()
         place, column = warp % 4 * 8 + lane // 4, lane % 4 * 2
         for c in cutlass.range_constexpr(self.tile_n // 2):
             sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
-        scales = self.scales_of(tile, ends)  # in flight during the wait for the others
-        self.sync_consumers()
-        for token in cutlass.range(warp, self.stored(tile), CONSUMER_WARPS, unroll=1):
-            self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales)
-        if cutlass.const_expr(self.sum_buffers == 1):
-            self.sync_consumers()
+
+    def first_token(self) -> Int32:
+        """Return the first token of a tile that this warp finishes: neighbours are of different warpgroups."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = tidx // 32
+        return warp % 4 * CONSUMERS + warp // 4
+
+    @cute.jit
+    def factors_of(self, tile: Tile, ends: Ends) -> Scales:
+        """Return the scales of a tile of 8 tokens and the routing weight of the one that this warp finishes."""
+        scales, weight, token = self.scales_of(tile, ends), Float32(1.0), self.first_token()
+        if token < tile.rows:
+            weight = self.weight_of(tile.row + token, ends)
+        return Scales(scales.low, scales.high, weight)
+
+    def weight_of(self, row: Int32, ends: Ends) -> Float32:
+        """Return the routing weight of a row, 1 where rows have none."""
+        return ends.routing[row] if self.routed else Float32(1.0)
 
     def scales_of(self, tile: Tile, ends: Ends) -> Scales:
         """Return the scales of a tile."""
@@ -119,7 +151,7 @@ class Epilogue(Walk):
         return Pair(low, high)
 
     @cute.jit
-    def finish_token(self, tile: Tile, token: Int32, sums: Pair, ends: Ends, scales: Scales):
+    def finish_token(self, tile: Tile, token: Int32, sums: Pair, ends: Ends, scales: Scales, weight: Float32):
         """Finish all 64 sums of a token, by one warp, two of them a lane."""
         lane, row = cute.arch.lane_idx(), tile.row + token
         low, high = sums.low * scales.low, sums.high * scales.high
@@ -128,7 +160,7 @@ class Epilogue(Walk):
         else:
             value = self.activate(low, high, ends.limit)
             if cutlass.const_expr(self.routed):
-                value = value * ends.routing[row]
+                value = value * weight
             if cutlass.const_expr(self.quantised):
                 self.store_mxfp8(ends, row, tile.feature, value)
             else:

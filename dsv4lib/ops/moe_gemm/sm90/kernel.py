@@ -60,14 +60,16 @@ from dsv4lib.dsl.budget import SMEM_ALIGN
 from dsv4lib.ops.moe_gemm.schedule import Ranges
 from dsv4lib.ops.moe_gemm.sm90.config import (
     CONSUMER_REGISTERS,
+    CONSUMER_WARPS,
     CONSUMERS,
     LOAD_REGISTERS,
     LOAD_WARP,
     MAX_EXPERTS,
     PITCH,
+    SUM_BUFFERS,
     THREADS,
 )
-from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue, Outputs
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue, Outputs, Sums
 from dsv4lib.ops.moe_gemm.sm90.groups import Groups
 from dsv4lib.ops.moe_gemm.sm90.load import Load, Sources, Stages, Tokens
 from dsv4lib.ops.moe_gemm.sm90.mma import Mma
@@ -116,6 +118,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             scan: cute.struct.MemRange[Int32, 32]
             full: cute.struct.MemRange[cutlass.Int64, self.stages]
             empty: cute.struct.MemRange[cutlass.Int64, self.stages]
+            stored: cute.struct.MemRange[cutlass.Int64, SUM_BUFFERS]
 
         self.storage = Storage
         sources, ends = Sources(mW, *tokens), Ends(alpha, alpha_up, routing, *outputs, limit)
@@ -131,11 +134,13 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
-        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        full, empty, stored = storage.full.data_ptr(), storage.empty.data_ptr(), storage.stored.data_ptr()
         if tidx == 0:
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(full + i, 33)  # the bulk copy's bytes, and a lane each
                 cute.arch.mbarrier_init(empty + i, 4)  # a warp each of the warpgroup that has the stage
+            for i in cutlass.range_constexpr(SUM_BUFFERS):
+                cute.arch.mbarrier_init(stored + i, CONSUMER_WARPS)
             cute.arch.mbarrier_init_fence()
         table = storage.groups.get_tensor(cute.make_layout((MAX_EXPERTS, 3)))
         groups = Groups(table[None, 0], table[None, 1], table[None, 2], sources.w.shape[1])
@@ -160,15 +165,56 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             if cutlass.const_expr(self.early):
                 cute.arch.griddepcontrol_wait()
             shape = cute.make_layout((PITCH, self.tile_n, CONSUMERS, self.sum_buffers))
-            self.consume(sources, groups, total, stages, storage.sums.get_tensor(shape), ends)
+            sums = Sums(storage.sums.get_tensor(shape), stored)
+            if cutlass.const_expr(self.overlapped):
+                self.consume(sources, groups, total, stages, sums, ends)
+            else:
+                self.consume_in_turn(sources, groups, total, stages, sums, ends)
 
     @cute.jit
-    def consume(self, sources: Sources, groups: Groups, total: Int32, stages: Stages, sSum: cute.Tensor, ends: Ends):
-        """Run the consumer warps: tile after tile.
+    def consume(self, sources: Sources, groups: Groups, total: Int32, stages: Stages, sums: Sums, ends: Ends):
+        """Run the consumer warps: tile after tile, and the end of the tile before after the MMAs of a tile.
 
         Args:
             total: number of tiles.
         """
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        tidx, _, _ = cute.arch.thread_idx()
+        steps = sources.w.shape[2]
+        due = stage = cute.arch.make_warp_uniform(tidx // 128)
+        first, first_before, number, parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        rSum = cute.make_rmem_tensor(self.tile_n // 2, Float32)
+        end = cutlass.select_(block < total, total + grid, Int32(0))
+        for index in cutlass.range(block, end, grid, unroll=1):  # once more than there are tiles
+            place = cutlass.select_(index < grid, index, index - grid)
+            if cutlass.const_expr(self.scaled):  # else MMAs need the registers
+                before = self.tile(groups, place)
+                factors = self.factors_of(before, ends)
+            if index < total:
+                due, stage, parity = self.sum_up(steps, due, stage, parity, stages, rSum)
+            if cutlass.const_expr(not self.scaled):
+                before = self.tile(groups, place)
+                factors = self.factors_of(before, ends)
+            if index >= grid:
+                self.wait_for_sums(sums.stored, number - 1)
+                self.finish(before, first_before, (number - 1) % SUM_BUFFERS, sums.sums, ends, factors)
+            if index < total:
+                self.store_sums(number % SUM_BUFFERS, sums.sums, rSum)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(sums.stored + number % SUM_BUFFERS)
+            first_before = first
+            first = (first + steps) % CONSUMERS
+            number = number + 1
+
+    def wait_for_sums(self, stored: cute.Pointer, number: Int32) -> None:
+        """Wait until all warpgroups have stored their sums of a tile of this CTA."""
+        cute.arch.mbarrier_wait(stored + number % SUM_BUFFERS, number // SUM_BUFFERS % 2)
+
+    @cute.jit
+    def consume_in_turn(self, sources: Sources, groups: Groups, total: Int32, stages: Stages, sums: Sums, ends: Ends):
+        """Run the consumer warps: tile after tile, each with its end, where registers hold no more."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()
@@ -179,7 +225,12 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         for index in cutlass.range(block, total, grid, unroll=1):
             tile = self.tile(groups, index)
             due, stage, parity = self.sum_up(steps, due, stage, parity, stages, rSum)
-            self.finish(tile, first, buffer, sSum, ends, rSum)
-            first = (first + steps) % CONSUMERS
+            self.store_sums(buffer, sums.sums, rSum)
+            factors = self.scales_of(tile, ends)  # in flight during the wait for the others
+            self.sync_consumers()
+            self.finish(tile, first, buffer, sums.sums, ends, factors)
             if cutlass.const_expr(self.sum_buffers > 1):
                 buffer = buffer ^ 1
+            else:
+                self.sync_consumers()
+            first = (first + steps) % CONSUMERS
