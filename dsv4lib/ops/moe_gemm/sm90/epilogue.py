@@ -52,7 +52,7 @@ class Scales(NamedTuple):
 
     low: Float32
     high: Float32
-    routing: Any = None  # weight of the token, where a warp has one
+    routing: Any = None  # weight of the token, where it has been read before
 
 
 class Sums(NamedTuple):
@@ -85,8 +85,7 @@ class Epilogue(Walk):
             sSum: fp32 [position, token, warpgroup, buffer].
         """
         for token in cutlass.range(self.first_token(), self.stored(tile), CONSUMER_WARPS, unroll=1):
-            weight = scales.routing if self.overlapped else self.weight_of(tile.row + token, ends)
-            self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales, weight)
+            self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales)
 
     @cute.jit
     def store_sums(self, buffer: Int32, sSum: cute.Tensor, rSum: cute.Tensor):
@@ -98,22 +97,19 @@ class Epilogue(Walk):
             sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
 
     def first_token(self) -> Int32:
-        """Return the first token of a tile that this warp finishes: neighbours are of different warpgroups."""
+        """Return the first token of a tile that this warp finishes."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = tidx // 32
-        return warp % 4 * CONSUMERS + warp // 4
+        return warp % 4 * CONSUMERS + warp // 4 if self.overlapped else warp
 
     @cute.jit
     def factors_of(self, tile: Tile, ends: Ends) -> Scales:
         """Return the scales of a tile of 8 tokens and the routing weight of the one that this warp finishes."""
         scales, weight, token = self.scales_of(tile, ends), Float32(1.0), self.first_token()
-        if token < tile.rows:
-            weight = self.weight_of(tile.row + token, ends)
+        if cutlass.const_expr(self.routed):
+            if token < tile.rows:
+                weight = ends.routing[tile.row + token]
         return Scales(scales.low, scales.high, weight)
-
-    def weight_of(self, row: Int32, ends: Ends) -> Float32:
-        """Return the routing weight of a row, 1 where rows have none."""
-        return ends.routing[row] if self.routed else Float32(1.0)
 
     def scales_of(self, tile: Tile, ends: Ends) -> Scales:
         """Return the scales of a tile."""
@@ -151,7 +147,7 @@ class Epilogue(Walk):
         return Pair(low, high)
 
     @cute.jit
-    def finish_token(self, tile: Tile, token: Int32, sums: Pair, ends: Ends, scales: Scales, weight: Float32):
+    def finish_token(self, tile: Tile, token: Int32, sums: Pair, ends: Ends, scales: Scales):
         """Finish all 64 sums of a token, by one warp, two of them a lane."""
         lane, row = cute.arch.lane_idx(), tile.row + token
         low, high = sums.low * scales.low, sums.high * scales.high
@@ -160,7 +156,7 @@ class Epilogue(Walk):
         else:
             value = self.activate(low, high, ends.limit)
             if cutlass.const_expr(self.routed):
-                value = value * weight
+                value = value * (ends.routing[row] if scales.routing is None else scales.routing)
             if cutlass.const_expr(self.quantised):
                 self.store_mxfp8(ends, row, tile.feature, value)
             else:

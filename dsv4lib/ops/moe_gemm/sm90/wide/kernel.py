@@ -276,8 +276,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
                 self.sync_group(group)
                 for token in cutlass.range(warp, cutlass.min(self.stored(tile) - first, TOKENS), 4, unroll=1):
                     sums = Pair(sSum[low, token, group], sSum[high, token, group])
-                    weight = self.weight_of(tile.row + first + token, ends)
-                    self.finish_token(tile, first + token, sums, ends, scales, weight)
+                    self.finish_token(tile, first + token, sums, ends, scales)
                 self.sync_group(group)
 
     def sync_group(self, group: Int32) -> None:
