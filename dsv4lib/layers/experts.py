@@ -169,6 +169,7 @@ class ExpertStack(torch.nn.Module):
                 return linear(given, Operand(w.codes[0], None if w.scales is None else w.scales[0]), **common)
             return moe_gemm(given, w, *groups, expected=expected, **common)
 
+        w = Operand(self.second_codes, self.second_scales)
         h = product(
             self.activations(x, rows, recipe, backend) if quantised is None else self.repeated(quantised),
             Operand(self.first_codes, self.first_scales),
@@ -178,10 +179,9 @@ class ExpertStack(torch.nn.Module):
             out_format=recipe,
             out_global=self.h_scales,
             limit=limit,
-            **({} if groups is None else {"routing": routing, "groups_ready": quantised is None}),
+            **({} if groups is None else {"routing": routing, "groups_ready": quantised is None, "following": w.codes}),
         )
         ready = {} if groups is None else {"groups_ready": True}  # the launch before, the first GEMM, read them
-        w = Operand(self.second_codes, self.second_scales)
         return product(self.repeated(h), w, alpha=self.alpha_down, out_format=out, **ready).codes
 
     def activations(self, x: Tensor, rows: Tensor | None, recipe: str, backend: str) -> Operand:

@@ -66,6 +66,7 @@ def moe_gemm(
     limit: float = 10.0,
     expected: int | None = None,
     groups_ready: bool = False,
+    following: Tensor | None = None,
     out: Operand | Pair | None = None,
     backend: str = "auto",
 ) -> Operand:
@@ -87,6 +88,8 @@ def moe_gemm(
         expected: tokens of a group on average, a number of the host that chooses the tile: T k / E, up; None: R / E.
         groups_ready: offsets, counts and factors were written before the launch that comes just before this one, so
             that a kernel of tiled weights may read them, and weights, while that one ends.
+        following: weights of the launch that comes next, with the same groups: a kernel of tiled weights may have L2
+            fetch those that are read first.
         out: written; None: new, rows without a token are not initialised.
         backend: "auto", "native", "emulator" or "reference".
 
@@ -110,7 +113,7 @@ def moe_gemm(
     if tiled:
         factors = {"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global, "limit": limit}
         rest = {"mode": mode, "swiglu": swiglu, "out_format": out_format, "expected": expected}
-        rest |= {"groups_ready": groups_ready, "backend": backend}
+        rest |= {"groups_ready": groups_ready, "following": following, "backend": backend}
         return hopper.multiply(x, w, offsets, counts, out=out, **factors, **rest)
     if out is None:
         out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)

@@ -20,6 +20,7 @@ CONSUMERS = 4  # warpgroups that take stages round robin
 CONSUMER_THREADS = 128 * CONSUMERS
 CONSUMER_WARPS = 4 * CONSUMERS
 LOAD_WARP = CONSUMER_WARPS  # first of the last warpgroup
+FINISH_WARPS = 3  # the others of it
 THREADS = CONSUMER_THREADS + 128
 CONSUMER_REGISTERS, LOAD_REGISTERS = 104, 56  # of 480 that a lane of a quarter of an SM has at launch
 LAUNCH_REGISTERS = 96  # of a thread: 65,536 / 640, in units of 8
@@ -45,6 +46,7 @@ class Config:
         routed: (with swiglu) the result is multiplied by a weight per row.
         alpha: sums are multiplied by a factor per expert, gate and up by one each.
         early: groups are read, and the first weights asked for, before the launch before has ended.
+        leads: first weights of the next launch are requested into L2.
 
     Raises:
         ConfigError: a value that is not one of these, or that does not go with the others.
@@ -63,6 +65,7 @@ class Config:
         routed: bool = False,
         alpha: bool = True,
         early: bool = False,
+        leads: bool = False,
     ):
         for name, value, allowed in (
             ("mode", mode, tuple(self.tiles_n)),
@@ -75,7 +78,7 @@ class Config:
         if not swiglu and (out not in PLAIN or routed):
             raise ConfigError("swiglu", swiglu, "True for mxfp8 output and routing weights: they are of the first GEMM")
         self.mode_name, self.tile_n, self.step_k, self.out = mode, tile_n, step_k, out
-        self.swiglu, self.routed, self.alpha, self.early = swiglu, routed, alpha, early
+        self.swiglu, self.routed, self.alpha, self.early, self.leads = swiglu, routed, alpha, early, leads
         self.mode = MODES[mode]
         self.quantised = out not in PLAIN
         self.scaled = bool(self.mode.block)  # activations have scales
@@ -101,11 +104,10 @@ class Config:
         choices = [(stages, buffers) for stages in (MAX_STAGES, MAX_STAGES // 2) for buffers in (SUM_BUFFERS, 1)]
         self.stages, self.sum_buffers = next(one for one in choices if self._smem_bytes(*one) <= SMEM_LIMIT)
         self.sum_words = CONSUMERS * tile_n * PITCH  # of a buffer
-        self.overlapped = tile_n == ROW_STEP  # a tile ends after the MMAs of the next: more tokens need the registers
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         parts = [self.mode_name, str(self.tile_n), str(self.step_k), self.out]
-        parts += [name for name in ("swiglu", "routed", "alpha", "early") if vars(self)[name]]
+        parts += [name for name in ("swiglu", "routed", "alpha", "early", "leads") if vars(self)[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:
@@ -117,7 +119,7 @@ class Config:
             "tokens' scales": (stages * self.sfx_bytes, f"{stages} stages x {n} tokens x {self.chunks} x 4 B"),
             "sums": (4 * buffers * CONSUMERS * n * PITCH, f"{buffers} x {CONSUMERS} x {n} tokens x {PITCH} fp32"),
             "groups": (4 * (3 * MAX_EXPERTS + 32), f"first tile, offset, count of {MAX_EXPERTS} experts"),
-            "control": (16 * stages + 8 * SUM_BUFFERS, f"2 x {stages} + {SUM_BUFFERS} mbarriers x 8 B"),
+            "control": (16 * (stages + SUM_BUFFERS), f"2 x ({stages} + {SUM_BUFFERS}) mbarriers x 8 B"),
         }
 
     def _smem_bytes(self, stages: int, buffers: int) -> int:

@@ -7,10 +7,8 @@ all have, a warp takes a token and adds the four, in an order that depends on th
 which warpgroup had which. With gate and up alternating by 8, lane f then has both of feature f of 32, and a warp has a
 whole block of MXFP8: its scale is a maximum over the lanes.
 
-A tile of 8 tokens is finished after the MMAs of the next one, when all have long stored theirs. So no warpgroup waits
-for another, unless that is a tile late; factors have come from global memory during the MMAs. Tokens are dealt to the
-warpgroups in turn. There are two buffers of sums: one is free again when all sums of the next tile are stored, because
-every warp stores them after it has finished the tile before.
+Warps of their own do so, during the MMAs of the next tile: no warpgroup waits for another, unless that is two tiles
+late (one, where there is room for one buffer of sums), and none for a latency of global memory.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ from cutlass import Float32, Int32
 from dsv4lib.dsl import convert
 from dsv4lib.ops.moe_gemm.epilogue import swiglu
 from dsv4lib.ops.moe_gemm.sm90.config import (
-    CONSUMER_THREADS,
-    CONSUMER_WARPS,
     CONSUMERS,
+    FINISH_WARPS,
     HALF,
-    REDUCE,
+    LOAD_WARP,
 )
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile, Walk
 
@@ -52,14 +49,14 @@ class Scales(NamedTuple):
 
     low: Float32
     high: Float32
-    routing: Any = None  # weight of the token, where it has been read before
 
 
 class Sums(NamedTuple):
     """Where the sums of warpgroups meet."""
 
     sums: cute.Tensor  # fp32 [position, token, warpgroup, buffer]
-    stored: cute.Pointer  # an mbarrier a buffer: all warps have stored
+    stored: cute.Pointer  # an mbarrier a buffer: all consumer warps have stored
+    free: cute.Pointer  # the same: all finish warps have read
 
 
 class Ends(NamedTuple):
@@ -74,7 +71,7 @@ class Ends(NamedTuple):
 
 
 class Epilogue(Walk):
-    """What the consumer warps do with a tile's sums."""
+    """What consumer and finish warps do with a tile's sums."""
 
     @cute.jit
     def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: Scales):
@@ -84,7 +81,8 @@ class Epilogue(Walk):
             first: warpgroup that had the tile's first step.
             sSum: fp32 [position, token, warpgroup, buffer].
         """
-        for token in cutlass.range(self.first_token(), self.stored(tile), CONSUMER_WARPS, unroll=1):
+        tidx, _, _ = cute.arch.thread_idx()
+        for token in cutlass.range(tidx // 32 - (LOAD_WARP + 1), self.stored(tile), FINISH_WARPS, unroll=1):
             self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales)
 
     @cute.jit
@@ -95,21 +93,6 @@ class Epilogue(Walk):
         place, column = warp % 4 * 8 + lane // 4, lane % 4 * 2
         for c in cutlass.range_constexpr(self.tile_n // 2):
             sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
-
-    def first_token(self) -> Int32:
-        """Return the first token of a tile that this warp finishes."""
-        tidx, _, _ = cute.arch.thread_idx()
-        warp = tidx // 32
-        return warp % 4 * CONSUMERS + warp // 4 if self.overlapped else warp
-
-    @cute.jit
-    def factors_of(self, tile: Tile, ends: Ends) -> Scales:
-        """Return the scales of a tile of 8 tokens and the routing weight of the one that this warp finishes."""
-        scales, weight, token = self.scales_of(tile, ends), Float32(1.0), self.first_token()
-        if cutlass.const_expr(self.routed):
-            if token < tile.rows:
-                weight = ends.routing[tile.row + token]
-        return Scales(scales.low, scales.high, weight)
 
     def scales_of(self, tile: Tile, ends: Ends) -> Scales:
         """Return the scales of a tile."""
@@ -126,10 +109,6 @@ class Epilogue(Walk):
     def activate(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
         """Combine gate and up of a feature."""
         return swiglu(gate, up, limit)
-
-    def sync_consumers(self) -> None:
-        """Wait for all consumer warps: sums are there, or have been read."""
-        cute.arch.barrier(barrier_id=REDUCE, number_of_threads=CONSUMER_THREADS)
 
     def places(self) -> tuple[Int32, Int32]:
         """Return the two positions of a lane: gate and up of feature ``lane``, or rows that follow one another."""
@@ -156,7 +135,7 @@ class Epilogue(Walk):
         else:
             value = self.activate(low, high, ends.limit)
             if cutlass.const_expr(self.routed):
-                value = value * (ends.routing[row] if scales.routing is None else scales.routing)
+                value = value * ends.routing[row]
             if cutlass.const_expr(self.quantised):
                 self.store_mxfp8(ends, row, tile.feature, value)
             else:

@@ -75,10 +75,17 @@ class OneBuffer(TiledMoeGemm):
 
 
 class HastySums(TiledMoeGemm):
-    """A tile is finished without a wait for the other warpgroups' sums: most often they are there."""
+    """A tile is finished without a wait for its sums: finish warps are early, and `free` is phases ahead."""
 
-    def wait_for_sums(self, stored: cute.Pointer, number: Int32) -> None:
+    def wait_for_sums(self, stored: cute.Pointer, parity: Int32) -> None:
         """See `TiledMoeGemm.wait_for_sums`."""  # WRONG: no wait
+
+
+class FullBuffer(TiledMoeGemm):
+    """Sums are stored without a look whether those before have been read: most often they have."""
+
+    def wait_for_room(self, free: cute.Pointer, parity: Int32) -> None:
+        """See `TiledMoeGemm.wait_for_room`."""  # WRONG: no wait
 
 
 class WideNoProxyFence(WideMoeGemm):
@@ -166,7 +173,8 @@ _ALL = (
     (NoTailMask, "stray bytes"),
     (GateUpSwapped, "wrong numbers"),
     (OneBuffer, "race_shared"),
-    (HastySums, "race_shared"),
+    (HastySums, "stopped"),
+    (FullBuffer, "race_shared"),
 )
 _WIDE = (
     (WideNoProxyFence, "missing_proxy_fence_cp_async"),

@@ -10,14 +10,14 @@ import torch
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_gemm import inputs
 from dsv4lib.ops.moe_gemm.sm90.config import Config
-from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, tile_weights
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M, tile_bytes, tile_weights
 from dsv4lib.ops.moe_gemm.sm90.wide.config import WideE4m3Config
 
 
 def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0) -> inputs.Case:
     """Make groups of ``counts`` tokens, ``features`` = N of the weights, ``k`` = K.
 
-    See `moe_gemm.inputs.case`.
+    See `moe_gemm.inputs.case`. What is ``following`` has a tile of features more.
     """
     made = inputs.case(kernel, counts, features, k, seed)
     call = made.call
@@ -36,5 +36,8 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
         made.x = e4m3.decode(q.codes, torch.float64) * factors
         call.x, call.x_scales = q.codes, scale_swizzle.swizzle(q.scales.repeat_interleave(CHUNK_K // BLOCK, -1))
     call.w, call.w_scales = tile_weights(codes, scales, kernel.mode_name), None
+    if kernel.leads:
+        shape = len(counts), features // TILE_M + 1, 3, tile_bytes(kernel.mode_name, CHUNK_K)
+        call.following = torch.zeros(shape, dtype=torch.uint8)
     made.step = BLOCK
     return made

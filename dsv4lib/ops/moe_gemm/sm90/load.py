@@ -7,7 +7,8 @@ read, and any row may be a token, which boxes of TMA and their descriptors would
     tokens     [128 bytes of K][token][128 B], piece p of token n at piece p ^ (n % 8): the 128-byte swizzle
     scales     [128 K][token] words of 4 E8M0 bytes, a byte for 32 K
 
-With ``early`` the copies of the first stages' weights start before the wait for the launch before.
+With ``early`` the copies of the first stages' weights start before the wait for the launch before. With ``leads`` the
+last of a CTA's loads are those of the next launch's first weights, into L2: HBM is read while tiles are finished.
 
 All writes into a stage arrive at its full barrier: the bytes of the bulk copy, and `cp.async` of 32 lanes.
 """
@@ -46,6 +47,7 @@ class Sources(NamedTuple):
     w: cute.Tensor  # uint8 [E, N / 64, K / step_k, bytes]
     x: cute.Tensor  # uint8 [R, bytes of K]
     sfx: Any  # uint8 [blocks, 512] or None
+    following: Any  # weights of the next launch, or None
 
 
 class Stages(NamedTuple):
@@ -92,6 +94,8 @@ class Load(Walk):
                 if stage == self.stages:
                     stage, parity = Int32(0), parity ^ 1
         cute.arch.griddepcontrol_launch_dependents()  # the next kernel may start where there is room
+        if cutlass.const_expr(self.leads):
+            self.fetch_next(sources.following, groups)
 
     @cute.jit
     def load_ahead(self, sources: Sources, groups: Groups, total: Int32, stages: Stages) -> Int32:
@@ -106,6 +110,21 @@ class Load(Walk):
                 self.load_weights(sources, tile, step, stages, ahead)
                 ahead = ahead + 1
         return ahead
+
+    @cute.jit
+    def fetch_next(self, mNext: cute.Tensor, groups: Groups):
+        """Have L2 fetch the weights that the CTA in this one's place asks for first in the next launch."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        others = groups._replace(feature_tiles=mNext.shape[1])
+        steps, size, left = mNext.shape[2], mNext.shape[3], Int32(self.stages)
+        end = cutlass.min(self.tiles(others), block + grid * self.stages)
+        for index in cutlass.range(block, end, grid, unroll=1):
+            if left > 0:
+                tile, count = self.tile(others, index), cutlass.min(steps, left)
+                if cute.arch.lane_idx() == 0:
+                    bulk.prefetch_bulk(mNext[tile.expert, tile.feature, 0, None].iterator, count * size)
+                left = left - count
 
     def wait_for_tokens(self) -> None:
         """Wait for the launch before, which may have written tokens."""

@@ -59,6 +59,7 @@ def multiply(
     limit: float,
     expected: int,
     groups_ready: bool,
+    following: Tensor | None,
     out: Operand | None,
     backend: str,
 ) -> Operand:
@@ -76,7 +77,7 @@ def multiply(
     if out is None:
         features, _, _ = tiled_shape(tuple(w.codes.shape), mode)
         out = new_output(x.codes, features // (2 if swiglu else 1), out_format, cleared=False)
-    tensors = x.codes, w.codes, out.codes, x.scales, alpha, alpha_up, out.scales, routing, offsets, counts
+    tensors = x.codes, w.codes, out.codes, x.scales, alpha, alpha_up, out.scales, routing, offsets, counts, following
     Call.op(*tensors, limit, mode, out_format, swiglu, expected, groups_ready, backend)
     return out
 
@@ -119,7 +120,7 @@ def kernel_of(settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
     if settings["bf16"] == (own["mode"] == "w4a16") and own["tile_n"] in TILES_N[own["mode"]]:
         return TiledMoeGemm, own
     return WideE4m3MoeGemm if own["mode"] == "w4a8_row" else WideMoeGemm, {
-        name: value for name, value in own.items() if name != "early"
+        name: value for name, value in own.items() if name not in ("early", "leads")
     }
 
 
@@ -128,8 +129,8 @@ def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED
 
     Args:
         wanted: of each kind of call K, mode, out_format, and what it has of swiglu, routed, alpha: bool, as far as they
-            are not 4096, "w4a8", "bf16", False, False, True, "early": what calls name ``groups_ready``, and "bf16":
-            tokens in bf16, as they are in mode "w4a16".
+            are not 4096, "w4a8", "bf16", False, False, True, "early": what calls name ``groups_ready``, "leads": that
+            they have ``following``, and "bf16": tokens in bf16, as they are in mode "w4a16".
         expected: tokens of a group, as `moe_gemm` takes them; each chooses a tile.
 
     Returns:
@@ -160,6 +161,7 @@ class Call:
     routing: Tensor | None
     offsets: Tensor
     counts: Tensor
+    following: Tensor | None
     limit: float
     formats: str
     out_format: str
@@ -191,6 +193,7 @@ class Call:
             "routed": self.swiglu and self.routing is not None,
             "alpha": self.alpha is not None,
             "early": self.groups_ready,
+            "leads": self.following is not None,
         }
 
     def check_values(self) -> None:
