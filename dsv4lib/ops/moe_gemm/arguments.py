@@ -80,13 +80,12 @@ class Call(Gemm):
     """Tensors of a call of `MoeGemm`, without a dimension [E] in front.
 
     Attributes:
-        offsets, counts: int32 [E]. routing: fp32 [R]. following: tiled weights, of the next launch.
+        offsets, counts: int32 [E]. routing: fp32 [R].
     """
 
     offsets: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     routing: torch.Tensor | None = None
-    following: torch.Tensor | None = None
 
 
 def _blocks(name: str, x: torch.Tensor | None, lead: tuple[int, ...], blocks: int) -> Any:

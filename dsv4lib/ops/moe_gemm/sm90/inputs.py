@@ -5,13 +5,22 @@ They are those of `moe_gemm.inputs`, weights tiled.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, scale_swizzle, ue8m0
-from dsv4lib.ops.moe_gemm import inputs
+from dsv4lib.ops.moe_gemm import arguments, inputs
 from dsv4lib.ops.moe_gemm.sm90.config import Config
 from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M, tile_bytes, tile_weights
 from dsv4lib.ops.moe_gemm.sm90.wide.config import WideE4m3Config
+
+
+@dataclass
+class Call(arguments.Call):
+    """Tensors of a call of a kernel of tiled weights."""
+
+    following: torch.Tensor | None = None
 
 
 def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0) -> inputs.Case:
@@ -20,7 +29,7 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
     See `moe_gemm.inputs.case`. What is ``following`` has a tile of features more.
     """
     made = inputs.case(kernel, counts, features, k, seed)
-    call = made.call
+    call = made.call = Call(**vars(made.call))
     if call.w_scales is not None:
         scales = scale_swizzle.unswizzle(call.w_scales, features, k // BLOCK)
         codes = call.w
