@@ -11,7 +11,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Stream:
-    """A stream that keeps what it was asked."""
+    """A stream that keeps a list of calls."""
 
     def __init__(self, log, name):
         self.log, self.name = log, name
@@ -22,7 +22,7 @@ class Stream:
 
 @pytest.fixture
 def log(monkeypatch):
-    """What streams are asked while one is captured: torch's functions, replaced."""
+    """Calls of streams while one is captured: functions of torch, replaced."""
     found, now = [], []
     now.append(Stream(found, "capture"))
 
