@@ -32,6 +32,8 @@ RUNS = {  # options, counts, N, K
     "early, fewer steps than stages": ({"out": "fp32", "early": True, **NARROW}, [3, 0, 1, 9], 128, 640),
     "early, nothing for most": ({"early": True}, [2], 64, 512),
     "swiglu": ({"swiglu": True, **NARROW}, [7], 64, 384),
+    "a list of rows": ({**L1, "out": "mxfp8", "gather": True, "early": True}, [3, 0, 9], 192, 1024),
+    "bf16, a list of rows": ({"mode": "w4a16", "out": "fp32", "gather": True, **NARROW}, [3, 0, 9], 64, 384),
     "bf16": ({"mode": "w4a16", "out": "fp32"}, [3, 0, 9], 64, 1536),
     "bf16, swiglu": ({**L1, "mode": "w4a16", "tile_n": 16, **NARROW}, [1, 0, 17], 128, 384),
 }
@@ -217,6 +219,22 @@ def test_weights_of_the_next_launch_are_fetched(grid, monkeypatch):
     assert run(options, made, grid=grid).findings() == set()
     places = [((e * features + f) * steps + s) * size for e, f, s in wanted]
     assert sorted(fetched) == sorted(places)
+
+
+@pytest.mark.parametrize("options", [{"tile_n": 8}, {"tile_n": 16}, {"tile_n": 32}, {"mode": "w4a16"}], ids=str)
+def test_a_list_of_rows_changes_no_bit(options):
+    """And rows that are no token count as zeros."""
+    options, found = {"out": "fp32", **options, **NARROW}, []
+    for gather in (False, True):
+        made = case(TiledMoeGemm(**options, gather=gather), [3, 0, 34], 128, 384)
+        assert run({**options, "gather": gather}, made).findings() == set()
+        found.append(made.call.out[made.rows()].clone())
+    assert torch.equal(*found) and found[0].any()
+    for row, number in ((1, -1), (129, len(made.call.x)), (130, 2**31 - 1)):
+        made.call.rows[row] = number
+        made.x[row] = 0
+    assert run({**options, "gather": True}, made).findings() == set()
+    assert not made.call.out[[1, 129, 130]].any() and made.call.out[131].any()
 
 
 def test_memory_ends_with_the_last_token():

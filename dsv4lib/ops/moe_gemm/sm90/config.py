@@ -47,6 +47,7 @@ class Config:
         alpha: sums are multiplied by a factor per expert, gate and up by one each.
         early: groups are read, and the first weights asked for, before the launch before has ended.
         leads: first weights of the next launch are requested into L2.
+        gather: rows of the groups are a list of tokens.
 
     Raises:
         ConfigError: a value that is not one of these, or that does not go with the others.
@@ -66,6 +67,7 @@ class Config:
         alpha: bool = True,
         early: bool = False,
         leads: bool = False,
+        gather: bool = False,
     ):
         for name, value, allowed in (
             ("mode", mode, tuple(self.tiles_n)),
@@ -78,7 +80,8 @@ class Config:
         if not swiglu and (out not in PLAIN or routed):
             raise ConfigError("swiglu", swiglu, "True for mxfp8 output and routing weights: they are of the first GEMM")
         self.mode_name, self.tile_n, self.step_k, self.out = mode, tile_n, step_k, out
-        self.swiglu, self.routed, self.alpha, self.early, self.leads = swiglu, routed, alpha, early, leads
+        self.swiglu, self.routed, self.alpha = swiglu, routed, alpha
+        self.early, self.leads, self.gather = early, leads, gather
         self.mode = MODES[mode]
         self.quantised = out not in PLAIN
         self.scaled = bool(self.mode.block)  # activations have scales
@@ -107,7 +110,7 @@ class Config:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         parts = [self.mode_name, str(self.tile_n), str(self.step_k), self.out]
-        parts += [name for name in ("swiglu", "routed", "alpha", "early", "leads") if vars(self)[name]]
+        parts += [name for name in ("swiglu", "routed", "alpha", "early", "leads", "gather") if vars(self)[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:

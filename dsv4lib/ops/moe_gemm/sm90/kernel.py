@@ -132,7 +132,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             free: cute.struct.MemRange[cutlass.Int64, SUM_BUFFERS]
 
         self.storage = Storage
-        sources, ends = Sources(mW, *tokens, mNext), Ends(alpha, alpha_up, routing, *outputs, limit)
+        sources, ends = Sources(mW, *tokens, following=mNext), Ends(alpha, alpha_up, routing, *outputs, limit)
         self.kernel(sources, groups, ends).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
         )

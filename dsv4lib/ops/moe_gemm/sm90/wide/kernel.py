@@ -109,7 +109,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
             empty: cute.struct.MemRange[cutlass.Int64, self.stages]
 
         self.storage = Storage
-        sources, ends = Sources(mW, *tokens, None), Ends(alpha, alpha_up, routing, *outputs, limit)
+        sources, ends = Sources(mW, *tokens, following=None), Ends(alpha, alpha_up, routing, *outputs, limit)
         self.kernel(sources, groups, ends).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
         )
