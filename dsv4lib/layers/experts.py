@@ -31,7 +31,7 @@ from dsv4lib.ops.moe_gemm.arguments import BLOCK_ROWS
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
 from dsv4lib.ops.moe_gemm.sm90.config import ROW_STEP
 from dsv4lib.ops.moe_gemm.sm90.layout import LARGEST_BF16, largest_scale, tiled_shape
-from dsv4lib.ops.moe_gemm.sm90.op import many
+from dsv4lib.ops.moe_gemm.sm90.op import gathers, many
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.swiglu_quant.op import swiglu_quant
 
@@ -115,7 +115,8 @@ class ExpertStack(torch.nn.Module):
             raise ArgumentError(argument, precision, f"one of {', '.join(forms)} on {arch}")
         self.precision, (self.product, self.recipe) = precision, forms[precision]
         self.mixed = precision == MIXED
-        self.align = ROW_STEP if arch == HOPPER else BLOCK_ROWS
+        self.tiled = arch == HOPPER
+        self.align = ROW_STEP if self.tiled else BLOCK_ROWS
         check_these = _check_tiled if arch == HOPPER else _check_experts
         count, width = check_these(name, experts, self.product, hidden)
         self.count, self.width, self.copies = count, width, len(experts.first.planes)
@@ -169,6 +170,13 @@ class ExpertStack(torch.nn.Module):
                 return linear(given, Operand(w.codes[0], None if w.scales is None else w.scales[0]), **common)
             return moe_gemm(given, w, *groups, expected=expected, **common)
 
+        first = {} if groups is None else {"routing": routing, "groups_ready": quantised is None}
+        if self.tiled and groups is not None:
+            first["following"] = self.second_codes
+            if rows is not None and quantised is None and gathers(expected, self.product, recipe == "bf16"):
+                # without a cast the launch before is the one that makes the groups
+                first |= {"rows": rows, "groups_ready": recipe != "bf16"}
+                rows = None
         h = product(
             self.activations(x, rows, recipe, backend) if quantised is None else self.repeated(quantised),
             Operand(self.first_codes, self.first_scales),
@@ -178,7 +186,7 @@ class ExpertStack(torch.nn.Module):
             out_format=recipe,
             out_global=self.h_scales,
             limit=limit,
-            **({} if groups is None else {"routing": routing, "groups_ready": quantised is None}),
+            **first,
         )
         ready = {} if groups is None else {"groups_ready": True}  # the launch before, the first GEMM, read them
         w = Operand(self.second_codes, self.second_scales)

@@ -15,7 +15,8 @@ their first projections, as serving engines do: nothing that one expert's calibr
 quantised expert by expert, each with its own scale. The epilogues multiply by just these scales, once.
 
 On a Hopper routed experts are MXFP4, tiled for its kernel, and the shared one is FP8 as it is stored; its SwiGLU is no
-part of a GEMM there (`experts.Fp8Expert`).
+part of a GEMM there (`experts.Fp8Expert`). Its launches are a branch of a graph that is captured, beside router and
+routed experts: it reads memory while the router and the sort wait for latencies.
 
 Where ranks divide the routed experts (`layers.exchange`), tokens go to the ranks of their experts and rows come back.
 Ranks that have the same tokens (of `Groups.tensor`) route a part of them each, then put the rows together. They divide
@@ -38,6 +39,7 @@ from dsv4lib.layers.communicator import SINGLE, Groups
 from dsv4lib.layers.dense import HOPPER, target
 from dsv4lib.layers.exchange import Routes
 from dsv4lib.layers.experts import FP8_BLOCK, FP8_RECIPES, Experts, ExpertStack, Fp8Expert, check, in_range, keeps_types
+from dsv4lib.ops.common.graph_capture import Beside
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch
@@ -125,6 +127,7 @@ class Moe(torch.nn.Module):
                 raise ArgumentError("shared", f"{self.shared.count} experts", "1")
         elif shared_precision is not None:
             raise ArgumentError("shared_precision", shared_precision, "None without a shared expert")
+        self.beside = self.shared is not None and arch == HOPPER
         for name, x in self.named_buffers():
             if x.device != gate.device:
                 raise ArgumentError(f"{name}.device", str(x.device), f"that of gate, {gate.device}")
@@ -162,17 +165,29 @@ class Moe(torch.nn.Module):
             own, tokens = x[mine], None if tokens is None else tokens[mine]
         hashed = None if tokens is None else Hashed(self.table, tokens)
         settings = {"k": self.k, "factor": self.factor, "bias": self.bias, "hashed": hashed, "backend": self.backend}
+        branch = Beside(x.device, self.beside and tensor.size == 1)
+        with branch:
+            shared = self.shared_rows(x, own, fp8) if branch.apart else None
         experts, weights = router(own, self.gate, **settings)
         y, row_of = self.routed(own, experts, weights)
         late = weights if self.experts.recipe == "nvfp4" else None
-        common = {"limit": self.limit, "out": self.shared_out, "backend": self.backend}
-        shared = None
-        if self.shared is not None and (tensor.size == 1 or self.shared_out == "fp32"):
-            shared = tensor.sum(self.shared(x, quantised=fp8, **common)).bfloat16()
-            shared = shared if tensor.size == 1 else shared[mine]
-        elif self.shared is not None:
-            shared = self.shared(own, **common) if len(own) else own
+        branch.join()
+        if not branch.apart:
+            shared = self.shared_rows(x, own, fp8)
         return tensor.rows(moe_combine(y, row_of, late, shared, backend=self.backend), count)
+
+    def shared_rows(self, x: Tensor, own: Tensor, fp8: Operand | None) -> Tensor | None:
+        """Run the shared expert, of tokens ``own`` of x: bf16 [T, d]. None: there is none."""
+        if self.shared is None:
+            return None
+        common, tensor = {"limit": self.limit, "out": self.shared_out, "backend": self.backend}, self.groups.tensor
+        if tensor.size > 1 and self.shared_out != "fp32":
+            return self.shared(own, **common) if len(own) else own
+        shared = tensor.sum(self.shared(x, quantised=fp8, **common)).bfloat16()
+        if tensor.size == 1:
+            return shared
+        mine = tensor.own(len(x))
+        return shared[mine.start : mine.stop]
 
     def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Run the routed experts of tokens bf16 [T, d]: (rows bf16 [R, d], row of each route int32 [T, k]).

@@ -9,7 +9,7 @@ from dsv4lib import backends
 from dsv4lib.config import schedule
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.formats import fp8_block
-from dsv4lib.layers import attention, experts
+from dsv4lib.layers import attention, experts, moe
 from dsv4lib.layers.dense import Dense, GroupedDense, normed
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.convert import save
@@ -147,6 +147,39 @@ def test_chunks_of_experts_change_no_bit(listed, backend):
         whole, chunks = layer(x), torch.cat([layer(one) for one in x.split(12)])
     assert many(-(-36 * SWA.experts_per_token // SWA.n_experts))
     assert torch.equal(whole, chunks) and whole.any()
+
+
+@torch.no_grad()
+def test_a_shared_expert_as_a_branch_changes_no_bit(listed, monkeypatch):
+    """Where a graph is captured its ops come first, inside the branch, which is joined before the sum is made."""
+    layer = transformer(listed, backend="reference", arch=ARCH).layers[0].ffn
+    x, calls = inputs(5, SWA.hidden), []
+
+    class Branch:
+        def __init__(self, device, allowed):
+            assert allowed
+            self.apart = True
+
+        def __enter__(self):
+            calls.append("enter")
+
+        def __exit__(self, *error):
+            calls.append("exit")
+
+        def join(self):
+            calls.append("join")
+
+    def noted(name):
+        op = getattr(moe, name)
+        monkeypatch.setattr(moe, name, lambda *given, **options: calls.append(name) or op(*given, **options))
+
+    want = layer(x)
+    monkeypatch.setattr(moe, "Beside", Branch)
+    noted("router")
+    noted("moe_combine")
+    layer.shared.register_forward_hook(lambda *_: calls.append("shared"))
+    assert torch.equal(layer(x), want)
+    assert calls == ["enter", "shared", "exit", "router", "join", "moe_combine"]
 
 
 def test_weights_that_bf16_does_not_hold_are_refused(listed):

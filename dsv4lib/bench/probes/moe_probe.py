@@ -135,8 +135,8 @@ class GemmTimes:
     tflops: float
 
 
-def call_of(row: Row, given: Given, outputs: Mapping[str, Any], kind: type, code: Any) -> Callable[[], None]:
-    """Return a call of a variant that writes ``outputs``; ``code``: what it was compiled to."""
+def call_of(given: Given, outputs: Mapping[str, Any], plan: Any, code: Any) -> Callable[[], None]:
+    """Return a call of a variant that writes ``outputs``. ``plan`` is its kernel, ``code`` what it was compiled to."""
     first = given["routing"] is not None
     call = SimpleNamespace(
         x=given["x"],
@@ -149,7 +149,6 @@ def call_of(row: Row, given: Given, outputs: Mapping[str, Any], kind: type, code
         routing=given["routing"],
         limit=moe_bench.LIMIT,
     )
-    plan = kind(**settings_of(row, given))
     args = arguments.launch_args(plan, call, launching.sm_count(given["x"].device))[:-1]
     return lambda: code.function(*args, probes.stream())
 
@@ -173,7 +172,8 @@ def run(processes: int) -> list[GemmTimes]:
         outputs = moe_bench.new_outputs(given)
         wanted = [(kind, settings_of(row, given), arguments.fake_args, "sm_90a") for kind in VARIANTS.values()]
         codes = probes.get_all(wanted, processes)
-        calls = [call_of(row, given, outputs, *one) for one in zip(VARIANTS.values(), codes, strict=True)]
+        plans = [kind(**settings_of(row, given)) for kind in VARIANTS.values()]
+        calls = [call_of(given, outputs, *one) for one in zip(plans, codes, strict=True)]
         calls[0]()
         row.check(given, outputs)
         cold, warm = clock.cold(calls), clock.warm(calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -34,3 +35,51 @@ def capture(run: Callable[[], Tensor]) -> Captured:
     with torch.cuda.graph(graph, stream=stream):
         out = run()
     return Captured(graph.replay, out)
+
+
+class Beside:
+    """Queue launches as a branch of the graph that is captured, beside what follows them. Elsewhere they are in order.
+
+        branch = Beside(x.device)
+        with branch:
+            y = f(x)
+        z = g(x)
+        branch.join()       before y is read
+
+    A branch starts after all that was queued before it.
+
+    Args:
+        device: whose stream may be captured. allowed: False: in order.
+    """
+
+    _streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def __init__(self, device: torch.device, allowed: bool = True) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._inside: AbstractContextManager | None = None
+        if allowed and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            self._stream = self._streams[device]
+
+    @property
+    def apart(self) -> bool:
+        """Tell whether there is a branch."""
+        return self._stream is not None
+
+    def __enter__(self) -> Beside:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._inside = torch.cuda.stream(self._stream)
+            self._inside.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._inside is not None:
+            self._inside.__exit__(*error)
+            self._inside = None
+
+    def join(self) -> None:
+        """Have what follows wait for the branch."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)

@@ -66,6 +66,8 @@ def moe_gemm(
     limit: float = 10.0,
     expected: int | None = None,
     groups_ready: bool = False,
+    following: Tensor | None = None,
+    rows: Tensor | None = None,
     out: Operand | Pair | None = None,
     backend: str = "auto",
 ) -> Operand:
@@ -87,6 +89,10 @@ def moe_gemm(
         expected: tokens of a group on average, a number of the host that chooses the tile: T k / E, up; None: R / E.
         groups_ready: offsets, counts and factors were written before the launch that comes just before this one, so
             that a kernel of tiled weights may read them, and weights, while that one ends.
+        following: weights of the launch that comes next, with the same groups: a kernel of tiled weights may have L2
+            fetch those that are read first.
+        rows: int32 [R], where w is tiled and tokens of a group are few (`sm90.op.gathers`): row r of the groups is row
+            ``rows[r]`` of x [T, K]; None: x has the rows of the groups.
         out: written; None: new, rows without a token are not initialised.
         backend: "auto", "native", "emulator" or "reference".
 
@@ -104,14 +110,16 @@ def moe_gemm(
     if x.codes.dim() != 2 or w.codes.dim() not in (3, 4):
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K] or tiled")
     if expected is None:
-        expected = -(-x.codes.shape[0] // max(1, w.codes.shape[0]))
+        expected = -(-len(x.codes if rows is None else rows) // max(1, w.codes.shape[0]))
     elif not 0 <= expected < 2**31:
         raise ArgumentError("expected", expected, "a number of tokens, 0 or more, below 2^31")
     if tiled:
         factors = {"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global, "limit": limit}
         rest = {"mode": mode, "swiglu": swiglu, "out_format": out_format, "expected": expected}
-        rest |= {"groups_ready": groups_ready, "backend": backend}
+        rest |= {"groups_ready": groups_ready, "following": following, "rows": rows, "backend": backend}
         return hopper.multiply(x, w, offsets, counts, out=out, **factors, **rest)
+    if rows is not None:
+        raise ArgumentError("rows", "given", "None, where w is not tiled")
     if out is None:
         out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
     tensors = x.codes, w.codes, out.codes, x.scales, w.scales, alpha, alpha_up, out.scales, out_global, limit, routing

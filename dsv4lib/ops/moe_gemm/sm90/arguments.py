@@ -26,8 +26,13 @@ def fake_args(kernel: TiledMoeGemm) -> tuple:
     fake = Fakes()
     u8, fp32, i32 = cutlass.Uint8, cutlass.Float32, cutlass.Int32
     return (
-        Tokens(fake(u8, "RK", 16), fake(u8, "AS", 16) if kernel.scaled else None),
+        Tokens(
+            fake(u8, "TK" if kernel.gather else "RK", 16),
+            fake(u8, "AS", 16) if kernel.scaled else None,
+            fake(i32, "R") if kernel.gather else None,
+        ),
         fake(u8, "EMPB", 16),
+        fake(u8, "EGQD", 16) if kernel.leads else None,
         Ranges(fake(i32, "E"), fake(i32, "E")),
         fake(fp32, "E") if kernel.alpha else None,
         fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
@@ -74,12 +79,21 @@ def launch_args(kernel: TiledMoeGemm, call: Any, grid: int, stream: int = 0) -> 
     x, dtype = call.x, torch.uint8 if kernel.scaled else torch.bfloat16
     if x.dtype != dtype or x.dim() != 2 or x.shape[1] != k:
         raise ArgumentError("x", f"{x.dtype}{list(x.shape)}", f"{dtype}[R, {k}]")
-    rows = x.shape[0]
+    tokens, rows = x.shape[0], x.shape[0]
+    if kernel.gather:
+        wrap("rows", call.rows, cutlass.Int32, (None,))
+        rows = call.rows.shape[0]
     if not kernel.scaled:
         if x.stride(-1) != 1:
             raise ArgumentError("x.stride()", x.stride(), "stride 1 in the last dimension")
         x = x.view(torch.uint8)
     width = features // 2 if kernel.swiglu else features
+
+    def followed(following: Any) -> Any:
+        found = wrap("following", following, u8, (experts, None, None, None), 16)
+        if not following.is_contiguous():
+            raise ArgumentError("following", following.stride(), "contiguous tiles")
+        return found
 
     def optional(name: str, wanted: bool, wrapped: Any) -> Any:
         value = getattr(call, name, None)
@@ -95,9 +109,11 @@ def launch_args(kernel: TiledMoeGemm, call: Any, grid: int, stream: int = 0) -> 
     return (
         Tokens(
             wrap("x", x, u8, (None, None), 16),
-            optional("x_scales", kernel.scaled, lambda n, v: _blocks(n, v, rows, k // 128)),
+            optional("x_scales", kernel.scaled, lambda n, v: _blocks(n, v, tokens, k // 128)),
+            wrap("rows", call.rows, cutlass.Int32, (rows,)) if kernel.gather else None,
         ),
         wrap("w", call.w, u8, (None,) * 4, 16),
+        followed(call.following) if kernel.leads else None,
         Ranges(*(wrap(name, getattr(call, name), cutlass.Int32, (experts,)) for name in ("offsets", "counts"))),
         optional("alpha", kernel.alpha, vector(experts)),
         optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),

@@ -20,6 +20,7 @@ CONSUMERS = 4  # warpgroups that take stages round robin
 CONSUMER_THREADS = 128 * CONSUMERS
 CONSUMER_WARPS = 4 * CONSUMERS
 LOAD_WARP = CONSUMER_WARPS  # first of the last warpgroup
+FINISH_WARPS = 3  # the others of it
 THREADS = CONSUMER_THREADS + 128
 CONSUMER_REGISTERS, LOAD_REGISTERS = 104, 56  # of 480 that a lane of a quarter of an SM has at launch
 LAUNCH_REGISTERS = 96  # of a thread: 65,536 / 640, in units of 8
@@ -27,6 +28,7 @@ MAX_STAGES = 8
 MAX_EXPERTS = 512  # of the table that finds tiles
 EXPERTS_A_LANE = MAX_EXPERTS // 32
 REDUCE = 1  # named barrier of the consumers
+SUM_BUFFERS = 2  # at most
 PITCH = TILE_M + 4  # fp32 from one token's sums to the next: stores of a warp fall into 32 banks
 ROW_BYTES = 128  # of the swizzle
 HALF = TILE_M // 2  # rows g of all warps come first in the sums, then rows g + 8
@@ -44,6 +46,8 @@ class Config:
         routed: (with swiglu) the result is multiplied by a weight per row.
         alpha: sums are multiplied by a factor per expert, gate and up by one each.
         early: groups are read, and the first weights asked for, before the launch before has ended.
+        leads: first weights of the next launch are requested into L2.
+        gather: rows of the groups are a list of tokens.
 
     Raises:
         ConfigError: a value that is not one of these, or that does not go with the others.
@@ -62,6 +66,8 @@ class Config:
         routed: bool = False,
         alpha: bool = True,
         early: bool = False,
+        leads: bool = False,
+        gather: bool = False,
     ):
         for name, value, allowed in (
             ("mode", mode, tuple(self.tiles_n)),
@@ -74,7 +80,8 @@ class Config:
         if not swiglu and (out not in PLAIN or routed):
             raise ConfigError("swiglu", swiglu, "True for mxfp8 output and routing weights: they are of the first GEMM")
         self.mode_name, self.tile_n, self.step_k, self.out = mode, tile_n, step_k, out
-        self.swiglu, self.routed, self.alpha, self.early = swiglu, routed, alpha, early
+        self.swiglu, self.routed, self.alpha = swiglu, routed, alpha
+        self.early, self.leads, self.gather = early, leads, gather
         self.mode = MODES[mode]
         self.quantised = out not in PLAIN
         self.scaled = bool(self.mode.block)  # activations have scales
@@ -97,13 +104,13 @@ class Config:
         self.block_mmas = BLOCK * self.mode.x_bits // 8 // 32
         self.group = max(1, 16 // tile_n)  # blocks of 32 K that one commit covers
         # ---- shared memory ----
-        choices = [(stages, buffers) for stages in (MAX_STAGES, MAX_STAGES // 2) for buffers in (2, 1)]
+        choices = [(stages, buffers) for stages in (MAX_STAGES, MAX_STAGES // 2) for buffers in (SUM_BUFFERS, 1)]
         self.stages, self.sum_buffers = next(one for one in choices if self._smem_bytes(*one) <= SMEM_LIMIT)
         self.sum_words = CONSUMERS * tile_n * PITCH  # of a buffer
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         parts = [self.mode_name, str(self.tile_n), str(self.step_k), self.out]
-        parts += [name for name in ("swiglu", "routed", "alpha", "early") if vars(self)[name]]
+        parts += [name for name in ("swiglu", "routed", "alpha", "early", "leads", "gather") if vars(self)[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:
@@ -115,7 +122,7 @@ class Config:
             "tokens' scales": (stages * self.sfx_bytes, f"{stages} stages x {n} tokens x {self.chunks} x 4 B"),
             "sums": (4 * buffers * CONSUMERS * n * PITCH, f"{buffers} x {CONSUMERS} x {n} tokens x {PITCH} fp32"),
             "groups": (4 * (3 * MAX_EXPERTS + 32), f"first tile, offset, count of {MAX_EXPERTS} experts"),
-            "control": (16 * stages, f"2 x {stages} mbarriers x 8 B"),
+            "control": (16 * (stages + SUM_BUFFERS), f"2 x ({stages} + {SUM_BUFFERS}) mbarriers x 8 B"),
         }
 
     def _smem_bytes(self, stages: int, buffers: int) -> int:

@@ -2,10 +2,13 @@
 
 They are added, scaled and converted, with SwiGLU, routing weight.
 
-Every warpgroup stores the sums of its steps of K, [token][64 rows, those of rows g before those of rows g + 8]. After a
-barrier a warp takes a token and adds the four, in an order that depends on the steps alone: bits do not depend on which
-warpgroup had which. With gate and up alternating by 8, lane f then has both of feature f of 32, and a warp has a whole
-block of MXFP8: its scale is a maximum over the lanes.
+Every warpgroup stores the sums of its steps of K, [token][64 rows, those of rows g before those of rows g + 8]. When
+all have, a warp takes a token and adds the four, in an order that depends on the steps alone: bits do not depend on
+which warpgroup had which. With gate and up alternating by 8, lane f then has both of feature f of 32, and a warp has a
+whole block of MXFP8: its scale is a maximum over the lanes.
+
+Warps of their own do so, during the MMAs of the next tile: no warpgroup waits for another, unless that is two tiles
+late (one, where there is room for one buffer of sums), and none for a latency of global memory.
 """
 
 from __future__ import annotations
@@ -19,11 +22,10 @@ from cutlass import Float32, Int32
 from dsv4lib.dsl import convert
 from dsv4lib.ops.moe_gemm.epilogue import swiglu
 from dsv4lib.ops.moe_gemm.sm90.config import (
-    CONSUMER_THREADS,
-    CONSUMER_WARPS,
     CONSUMERS,
+    FINISH_WARPS,
     HALF,
-    REDUCE,
+    LOAD_WARP,
 )
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile, Walk
 
@@ -49,6 +51,14 @@ class Scales(NamedTuple):
     high: Float32
 
 
+class Sums(NamedTuple):
+    """Where the sums of warpgroups meet."""
+
+    sums: cute.Tensor  # fp32 [position, token, warpgroup, buffer]
+    stored: cute.Pointer  # an mbarrier a buffer: all consumer warps have stored
+    free: cute.Pointer  # the same: all finish warps have read
+
+
 class Ends(NamedTuple):
     """What the epilogue reads and writes in global memory."""
 
@@ -61,10 +71,10 @@ class Ends(NamedTuple):
 
 
 class Epilogue(Walk):
-    """What the consumer warps do with a tile's sums."""
+    """What consumer and finish warps do with a tile's sums."""
 
     @cute.jit
-    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor):
+    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: Scales):
         """Add up and store a tile.
 
         Args:
@@ -72,16 +82,17 @@ class Epilogue(Walk):
             sSum: fp32 [position, token, warpgroup, buffer].
         """
         tidx, _, _ = cute.arch.thread_idx()
+        for token in cutlass.range(tidx // 32 - (LOAD_WARP + 1), self.stored(tile), FINISH_WARPS, unroll=1):
+            self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales)
+
+    @cute.jit
+    def store_sums(self, buffer: Int32, sSum: cute.Tensor, rSum: cute.Tensor):
+        """Store the sums of this warpgroup's steps of a tile."""
+        tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // 32, cute.arch.lane_idx()
         place, column = warp % 4 * 8 + lane // 4, lane % 4 * 2
         for c in cutlass.range_constexpr(self.tile_n // 2):
             sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
-        scales = self.scales_of(tile, ends)  # in flight during the wait for the others
-        self.sync_consumers()
-        for token in cutlass.range(warp, self.stored(tile), CONSUMER_WARPS, unroll=1):
-            self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales)
-        if cutlass.const_expr(self.sum_buffers == 1):
-            self.sync_consumers()
 
     def scales_of(self, tile: Tile, ends: Ends) -> Scales:
         """Return the scales of a tile."""
@@ -98,10 +109,6 @@ class Epilogue(Walk):
     def activate(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
         """Combine gate and up of a feature."""
         return swiglu(gate, up, limit)
-
-    def sync_consumers(self) -> None:
-        """Wait for all consumer warps: sums are there, or have been read."""
-        cute.arch.barrier(barrier_id=REDUCE, number_of_threads=CONSUMER_THREADS)
 
     def places(self) -> tuple[Int32, Int32]:
         """Return the two positions of a lane: gate and up of feature ``lane``, or rows that follow one another."""

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from dsv4lib.ops.moe_gemm.epilogue import swiglu
-from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue, Scales
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.load import Sources
@@ -61,12 +61,31 @@ class GateUpSwapped(TiledMoeGemm):
 
 
 class OneBuffer(TiledMoeGemm):
-    """Sums have one buffer, and one barrier a tile: a fast warpgroup overwrites what a slow warp still reads."""
+    """Sums of all tiles share a buffer: a fast warpgroup overwrites what a slow warp still reads."""
 
     @cute.jit
-    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor):
+    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: Scales):
         """See `Epilogue.finish`."""
-        Epilogue.finish(self, tile, first, Int32(0), sSum, ends, rSum)  # WRONG
+        Epilogue.finish(self, tile, first, Int32(0), sSum, ends, scales)  # WRONG
+
+    @cute.jit
+    def store_sums(self, buffer: Int32, sSum: cute.Tensor, rSum: cute.Tensor):
+        """See `Epilogue.store_sums`."""
+        Epilogue.store_sums(self, Int32(0), sSum, rSum)  # WRONG
+
+
+class HastySums(TiledMoeGemm):
+    """A tile is finished without a wait for its sums: finish warps are early, and `free` is phases ahead."""
+
+    def wait_for_sums(self, stored: cute.Pointer, parity: Int32) -> None:
+        """See `TiledMoeGemm.wait_for_sums`."""  # WRONG: no wait
+
+
+class FullBuffer(TiledMoeGemm):
+    """Sums are stored without a look whether those before have been read: most often they have."""
+
+    def wait_for_room(self, free: cute.Pointer, parity: Int32) -> None:
+        """See `TiledMoeGemm.wait_for_room`."""  # WRONG: no wait
 
 
 class WideNoProxyFence(WideMoeGemm):
@@ -154,6 +173,8 @@ _ALL = (
     (NoTailMask, "stray bytes"),
     (GateUpSwapped, "wrong numbers"),
     (OneBuffer, "race_shared"),
+    (HastySums, "stopped"),
+    (FullBuffer, "race_shared"),
 )
 _WIDE = (
     (WideNoProxyFence, "missing_proxy_fence_cp_async"),

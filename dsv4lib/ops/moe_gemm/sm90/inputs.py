@@ -5,22 +5,32 @@ They are those of `moe_gemm.inputs`, weights tiled.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, scale_swizzle, ue8m0
-from dsv4lib.ops.moe_gemm import inputs
+from dsv4lib.ops.moe_gemm import arguments, inputs
 from dsv4lib.ops.moe_gemm.sm90.config import Config
-from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, tile_weights
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M, tile_bytes, tile_weights
 from dsv4lib.ops.moe_gemm.sm90.wide.config import WideE4m3Config
+
+
+@dataclass
+class Call(arguments.Call):
+    """Tensors of a call of a kernel of tiled weights."""
+
+    following: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0) -> inputs.Case:
     """Make groups of ``counts`` tokens, ``features`` = N of the weights, ``k`` = K.
 
-    See `moe_gemm.inputs.case`.
+    See `moe_gemm.inputs.case`. What is ``following`` has a tile of features more; ``rows`` are in another order.
     """
     made = inputs.case(kernel, counts, features, k, seed)
-    call = made.call
+    call = made.call = Call(**vars(made.call))
     if call.w_scales is not None:
         scales = scale_swizzle.unswizzle(call.w_scales, features, k // BLOCK)
         codes = call.w
@@ -36,5 +46,22 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
         made.x = e4m3.decode(q.codes, torch.float64) * factors
         call.x, call.x_scales = q.codes, scale_swizzle.swizzle(q.scales.repeat_interleave(CHUNK_K // BLOCK, -1))
     call.w, call.w_scales = tile_weights(codes, scales, kernel.mode_name), None
+    if kernel.gather:
+        _shuffle(call, seed)
+    if kernel.leads:
+        shape = len(counts), features // TILE_M + 1, 3, tile_bytes(kernel.mode_name, CHUNK_K)
+        call.following = torch.zeros(shape, dtype=torch.uint8)
     made.step = BLOCK
     return made
+
+
+def _shuffle(call: Call, seed: int) -> None:
+    """Have tokens in another order than the rows of groups, and one more before them."""
+    count = len(call.x)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    call.rows = (order.argsort() + 1).int()
+    spare = order[:1]
+    call.x = torch.cat((call.x[spare], call.x[order]))
+    if call.x_scales is not None:
+        scales = scale_swizzle.unswizzle(call.x_scales, count, call.x.shape[1] // BLOCK)
+        call.x_scales = scale_swizzle.swizzle(torch.cat((scales[spare], scales[order])))

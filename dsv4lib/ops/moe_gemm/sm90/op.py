@@ -59,6 +59,8 @@ def multiply(
     limit: float,
     expected: int,
     groups_ready: bool,
+    following: Tensor | None,
+    rows: Tensor | None,
     out: Operand | None,
     backend: str,
 ) -> Operand:
@@ -75,8 +77,24 @@ def multiply(
             raise ArgumentError(name, "given", "None, where w is tiled")
     if out is None:
         features, _, _ = tiled_shape(tuple(w.codes.shape), mode)
-        out = new_output(x.codes, features // (2 if swiglu else 1), out_format, cleared=False)
-    tensors = x.codes, w.codes, out.codes, x.scales, alpha, alpha_up, out.scales, routing, offsets, counts
+        width, like = features // (2 if swiglu else 1), x.codes if rows is None else rows[:, None]
+        out = new_output(like, width, out_format, cleared=False)
+    if rows is not None and not gathers(expected, mode, x.codes.dtype == torch.bfloat16):
+        raise ArgumentError("rows", "given", f"None for {expected} tokens a group in mode {mode}")
+    tensors = (
+        x.codes,
+        w.codes,
+        out.codes,
+        x.scales,
+        alpha,
+        alpha_up,
+        out.scales,
+        routing,
+        offsets,
+        counts,
+        following,
+        rows,
+    )
     Call.op(*tensors, limit, mode, out_format, swiglu, expected, groups_ready, backend)
     return out
 
@@ -113,13 +131,18 @@ def scale_block(expected: int, mode: str) -> int:
     return CHUNK_K if mode == "w4a8_row" and tile_of(expected, mode, False) not in TILES_N[mode] else BLOCK
 
 
+def gathers(expected: int, mode: str, bf16: bool) -> bool:
+    """Tell whether groups of ``expected`` tokens on average, in bf16 or not, may be a list of rows: few tokens are."""
+    return bf16 == (mode == "w4a16") and tile_of(expected, mode, bf16) in TILES_N[mode]
+
+
 def kernel_of(settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
     """Choose the kernel of options with ``tile_n`` and ``bf16``, and its own options."""
     own = {name: value for name, value in settings.items() if name != "bf16"}
     if settings["bf16"] == (own["mode"] == "w4a16") and own["tile_n"] in TILES_N[own["mode"]]:
         return TiledMoeGemm, own
     return WideE4m3MoeGemm if own["mode"] == "w4a8_row" else WideMoeGemm, {
-        name: value for name, value in own.items() if name != "early"
+        name: value for name, value in own.items() if name not in ("early", "leads", "gather")
     }
 
 
@@ -128,8 +151,8 @@ def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED
 
     Args:
         wanted: of each kind of call K, mode, out_format, and what it has of swiglu, routed, alpha: bool, as far as they
-            are not 4096, "w4a8", "bf16", False, False, True, "early": what calls name ``groups_ready``, and "bf16":
-            tokens in bf16, as they are in mode "w4a16".
+            are not 4096, "w4a8", "bf16", False, False, True, "early": what calls name ``groups_ready``, "leads": that
+            they have ``following``, "gather": ``rows``, and "bf16": tokens in bf16, as they are in mode "w4a16".
         expected: tokens of a group, as `moe_gemm` takes them; each chooses a tile.
 
     Returns:
@@ -160,6 +183,8 @@ class Call:
     routing: Tensor | None
     offsets: Tensor
     counts: Tensor
+    following: Tensor | None
+    rows: Tensor | None
     limit: float
     formats: str
     out_format: str
@@ -191,11 +216,13 @@ class Call:
             "routed": self.swiglu and self.routing is not None,
             "alpha": self.alpha is not None,
             "early": self.groups_ready,
+            "leads": self.following is not None,
+            "gather": self.rows is not None,
         }
 
     def check_values(self) -> None:
         """Check that groups start where tiles may, and lie apart."""
-        check_groups(self.offsets, self.counts, len(self.x), ROW_STEP)
+        check_groups(self.offsets, self.counts, len(self.x if self.rows is None else self.rows), ROW_STEP)
         if self.x_scales is not None and self.block > BLOCK:
             scales = scale_swizzle.unswizzle(self.x_scales, len(self.x), self.x.shape[1] // BLOCK)
             groups = zip(self.offsets.tolist(), self.counts.tolist(), strict=True)
@@ -238,6 +265,8 @@ def _reference(call: Call) -> None:
     x, w = call.x.double(), weights(call.w, call.formats)
     if call.x.dtype == torch.uint8:
         x = numbers(call.x, call.x_scales, "w4a8", False)
+    if call.rows is not None:
+        x = x[call.rows.clamp(min=0).long()]
     scales = None
     if call.out_scales is not None:
         scales = scale_swizzle.unswizzle(call.out_scales, len(x), w.shape[1] // TILE_M)

@@ -85,6 +85,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         self,
         tokens: Tokens,
         mW: cute.Tensor,
+        mNext: Any,
         groups: Ranges,
         alpha: Any,
         alpha_up: Any,
@@ -94,7 +95,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         grid: Int32,
         stream: cuda.CUstream,
     ):
-        """Host side: the launch. Arguments as of `TiledMoeGemm`."""
+        """Host side: the launch. Arguments as of `TiledMoeGemm`; ``mNext`` is None."""
 
         @cute.struct
         class Storage:
@@ -108,7 +109,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
             empty: cute.struct.MemRange[cutlass.Int64, self.stages]
 
         self.storage = Storage
-        sources, ends = Sources(mW, *tokens), Ends(alpha, alpha_up, routing, *outputs, limit)
+        sources, ends = Sources(mW, *tokens, following=None), Ends(alpha, alpha_up, routing, *outputs, limit)
         self.kernel(sources, groups, ends).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
         )
@@ -133,7 +134,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         cute.arch.griddepcontrol_wait()
         self.find_groups(*ranges, groups, storage.scan.get_tensor(cute.make_layout(32)))
         cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
-        total = groups.ends[MAX_EXPERTS - 1]
+        total = self.tiles(groups)
         sfx = storage.sfx.data_ptr().toint()
         stages = Stages(storage.x.data_ptr().toint(), storage.w.data_ptr(), sfx, full, empty)
         if warp >= FIRST_LOAD_WARP:
