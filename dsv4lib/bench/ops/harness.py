@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import os
 import shlex
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -37,6 +38,9 @@ from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.predict import rates
 
 NOTHING_TIMED = 20  # the exit code of a stage that was skipped
+NO_TIME = "not run, no time left: "
+TURN = "DSV4_BENCH_TURN"  # a file: until it exists, another process times on the GPU
+POLL_S = 0.02
 PACKAGES = ("triton", "nvidia-cutlass-dsl", "vllm", "tilelang", "tile-kernels", "quack-kernels")
 
 
@@ -189,12 +193,17 @@ def peak(name: str) -> float | None:
 
 
 def run(
-    rows: Iterable[Row], clock: Clock, device: str = "cuda", providers: Sequence[str] = (), seconds: float = 1e9
+    rows: Iterable[Row],
+    clock: Clock,
+    device: str = "cuda",
+    providers: Sequence[str] = (),
+    seconds: float = 1e9,
+    keep: Callable[[Result], None] = lambda result: None,
 ) -> list:
     """Measure rows and print each when it is done; those that find no time are named.
 
     Args:
-        seconds: no row starts later than this. Others: see `measure`.
+        seconds: no row starts later than this. keep: takes each result as it comes. Others: see `measure`.
 
     Returns:
         the results.
@@ -211,12 +220,13 @@ def run(
         except Exception as error:  # of the row itself: its inputs, or the GPU's memory
             results.append(_result(row, [Found(OURS, FAILED, detail=timing.first_line(error))], rate))
         print("\n".join(lines(results[-1])), flush=True)
+        keep(results[-1])
         gc.collect()  # the row's memory, before the next one's
         if device == "cuda" and not _alive():
             print("the GPU's context is lost: no further row can run in this process")
             break
     if late:
-        print(f"not run, no time left: {'; '.join(late)}")
+        print(f"{NO_TIME}{'; '.join(late)}")
     print(f"{len(results)} rows in {time.perf_counter() - start:.0f} s")
     return results
 
@@ -248,6 +258,25 @@ def ahead(processes: int, arguments: Sequence[str], module: str = "dsv4lib.bench
     for process in running:
         process.wait()
     print(f"first calls in {processes} processes: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def part(rows: Sequence[Row], one: int, count: int) -> list[Row]:
+    """Return a process's part of the rows. Rows of an op share kernels: of several ops it is whole ops."""
+    ops = list(dict.fromkeys(row.op for row in rows))
+    return list(rows[one::count]) if len(ops) == 1 else [row for row in rows if ops.index(row.op) % count == one]
+
+
+def await_turn() -> None:
+    """Wait for the file that `TURN` names. A process may so be imported while the one before it still times.
+
+    Raises:
+        SystemExit: the process that started this one has ended.
+    """
+    path, parent = os.environ.get(TURN), os.getppid()
+    while path and not Path(path).exists():
+        if os.getppid() != parent:
+            raise SystemExit("nothing timed: the process that gives turns has ended")
+        time.sleep(POLL_S)
 
 
 def chosen(only: Sequence[str], shape: str) -> tuple[list[Row], dict[str, str]]:
@@ -344,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--providers", default="", help="peers whose name contains one of these (commas)")
     parser.add_argument("--seconds", type=float, default=1e9, help="no row starts later")
     parser.add_argument("--ahead", type=int, default=0, help="first make all first calls, in so many processes at once")
+    parser.add_argument("--first-calls", action="store_true", help="make those of --ahead, and time nothing")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # of `ahead`: which rows
     parser.add_argument("--pack", type=Path, help="our kernels come from this folder (see export), not from the DSL")
     parser.add_argument("--record", type=Path, help="write rows.csv and runs.csv into this folder")
@@ -356,6 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for name, reason in broken.items():
         print(f"{name}: cannot be imported: {reason}")
+    await_turn()
     if not torch.cuda.is_available():
         print("\n".join(listed(rows)))
         print("no GPU: nothing timed, rows listed")
@@ -367,14 +398,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if given.part:
         one, count = map(int, given.part.split("/"))
-        first_calls(rows[one::count], parts(given.providers))
+        first_calls(part(rows, one, count), parts(given.providers))
         return 0
     if given.ahead:
         ahead(min(given.ahead, len(rows)), arguments)
-    results = run(rows, timing.GpuClock(), providers=parts(given.providers), seconds=given.seconds)
+    if given.first_calls:
+        return 1 if broken else 0
     known = facts(command_line(arguments, given.record, given.pack, given.history))
-    if given.record is not None:
-        record(results, known, given.record)
+
+    def keep(result: Result) -> None:
+        if given.record is not None:
+            record([result], known, given.record)
+
+    clock, providers = timing.GpuClock(), parts(given.providers)
+    results = run(rows, clock, providers=providers, seconds=given.seconds, keep=keep)
     if given.history is not None:
         history.append(history.of_results("ops", results), given.history, known)
     ours = [result.named(OURS) for result in results]

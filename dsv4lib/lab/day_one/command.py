@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from dsv4lib import env
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab.day_one import archive as archives
 from dsv4lib.lab.day_one import differences, forms, gpu, plan, reading, runner
-from dsv4lib.lab.verdicts import NO_GPU
+from dsv4lib.lab.verdicts import NO_GPU, UNFINISHED
 
 ARCHIVE = "day_one.tar.gz"
+NO_TIME = "not run, no time left: "  # `bench.ops.harness.NO_TIME`, which imports torch
 SHOWN = 4  # lines of a form and verdict
 
 
@@ -35,7 +37,7 @@ class Wish:
     Attributes:
         only: patterns of steps or probes. arch: "" for this machine's GPU's.
         fake: run in the emulator; differences: of the fake device.
-        fresh: forget earlier results. out: folder, None for the default.
+        fresh: forget earlier results. out: folder, None for the default. minutes: of the whole run, 0 for any.
         figure: PNG file to draw into. record: write a recording; into: its folder, None for data/emulator/<gpu>.
     """
 
@@ -45,6 +47,7 @@ class Wish:
     differences: list[str] = field(default_factory=list)
     fresh: bool = False
     out: Path | None = None
+    minutes: float = 0.0
     figure: Path | None = None
     record: bool = False
     into: Path | None = None
@@ -63,16 +66,17 @@ def show_plan(wish: Wish, console: Console) -> int:
         runs = step.skipped or (f"{len(step.probes)} micro-kernels" if step.probes else "a command")
         table.add_row(step.name, escape(step.about), f"{step.seconds:.0f}", escape(runs))
     console.print(table)
-    minutes = sum(step.seconds for step in steps) / 60
+    minutes = plan.seconds(steps) / 60
     console.print(f"{len(steps)} steps, about {minutes:.0f} minutes with a GPU (an estimate{proven})", soft_wrap=True)
     return 0
 
 
 def run(wish: Wish, console: Console, runs: Path) -> int:
-    """Run the steps, write the archive and say what it shows.
+    """Run the steps, write the archive after each, and say what it shows.
 
     Returns:
-        0; 1 where a probe differs in meaning or failed, or a command failed, or the run had to stop.
+        0; 1 where a probe differs in meaning or failed, or a command failed, or the run had to stop; 25 where nothing
+        of this happened and ``minutes`` left steps.
 
     Raises:
         MissingGpu: no GPU of the lab's, and no ``fake``.
@@ -90,19 +94,30 @@ def run(wish: Wish, console: Console, runs: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if wish.fresh:
         runner.fresh(folder)
+    codes = {step.name: runner.code_of(step) for step in every if step.kind == "command"}
+    path = folder / ARCHIVE
+
+    def pack() -> None:
+        archives.pack(folder, manifest(arch, found, wish, steps, running.finished(arch)), path, codes)
+
     running = runner.Runner(
         folder,
         fake=wish.differences if wish.fake else None,
         gpu={"name": found.name, "cuda": found.cuda} if found else {},
         tell=lambda line: console.print(escape(line)),
+        seconds=60 * wish.minutes or math.inf,
+        after=pack,
     )
     whole = running.run(steps)
-    path = folder / ARCHIVE
-    codes = {step.name: runner.code_of(step) for step in every if step.kind == "command"}
-    size = archives.pack(folder, manifest(arch, found, wish, steps, running.finished(arch)), path, codes)
+    pack()
     code = read(path, Wish(figure=wish.figure), console)
-    console.print(f"archive: {os.path.relpath(path)} ({size / 1e6:.1f} MB)", soft_wrap=True)
-    return code if whole else 1
+    if running.left:
+        text = f"{len(running.left)} steps left after {wish.minutes:g} minutes, call again: {', '.join(running.left)}"
+        console.print(text, soft_wrap=True)
+    console.print(f"archive: {os.path.relpath(path)} ({path.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
+    if code or not whole:
+        return code or 1
+    return UNFINISHED if running.left else 0
 
 
 def _gpu(arch: str) -> gpu.Gpu:
@@ -205,10 +220,13 @@ def _commands(archive: archives.Archive, console: Console) -> int:
     for step, files in sorted(archive.commands.items()):
         found = archives.parsed(f"{step}/result.json", files.get("result.json", b"{}"))
         status, detail = str(found.get("status", "damaged")), str(found.get("detail", ""))
+        lines = detail.strip().splitlines()
         if status != runner.RAN:
-            failed += status != runner.ABSENT
-            last = detail.strip().splitlines()[-1:] or [""]
-            console.print(escape(f"{step}: {status} {last[0]}"), soft_wrap=True)
+            failed += status not in (runner.ABSENT, runner.UNFINISHED)
+            console.print(escape(f"{step}: {status} {lines[-1] if lines else ''}"), soft_wrap=True)
+        for line in lines:
+            if line.startswith(NO_TIME):
+                console.print(escape(f"{step}: {line}"), soft_wrap=True)
     if rows := reading.times(archive):
         table = Table("op", "shape", "measured us", "floor us", "modelled us", "measured / modelled")
         for row in rows:

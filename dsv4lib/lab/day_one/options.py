@@ -27,6 +27,7 @@ def day_one(
     difference: Annotated[
         list[str] | None, typer.Option(help="--fake: how the device differs (warp_pairs, flip:cp.*, ...)")
     ] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="end after so many; a later call goes on [default: any]")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="folder of results and archive [default: in data/runs]")] = None,
     read: Annotated[Path | None, typer.Option(help="compare this archive with the emulator")] = None,
     figure: Annotated[Path | None, typer.Option(help="draw what differs into this PNG file")] = None,
@@ -36,7 +37,7 @@ def day_one(
     """Ask a B200 (or H200) what no GPU has confirmed: one archive to send back. A second call goes on with the first.
 
     Every instruction form as micro-kernels, every stage natively, every op's times, counters where Nsight Compute is.
-    Exit codes: 0; 1 where something differs in meaning or failed; 22 without such a GPU.
+    Exit codes: 0; 1 where something differs in meaning or failed; 22 without such a GPU; 25 where --minutes left steps.
     """
     from dsv4lib.lab.day_one import command
 
@@ -48,6 +49,7 @@ def day_one(
         differences=difference or [],
         fresh=fresh,
         out=out,
+        minutes=minutes,
         figure=figure,
         record=record,
         into=into,
@@ -72,7 +74,7 @@ def check(wish: Wish, plan: bool, read: Path | None) -> None:
         return
     if plan:
         raise ArgumentError("plan", plan, "without --read: an archive has no steps left to show")
-    of_run = ("only", "arch", "fake", "fresh", "out")
+    of_run = ("only", "arch", "fake", "fresh", "out", "minutes")
     given = {**{name: getattr(wish, name) for name in of_run}, "difference": wish.differences}
     for name, value in given.items():
         if value:

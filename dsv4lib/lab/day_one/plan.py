@@ -1,10 +1,13 @@
-"""List the steps of a day one: micro-kernels by form, every stage natively, every op's times, the GPU's counters."""
+"""List the steps of a day one: micro-kernels by form, every stage natively, every op's times, the GPU's counters.
+
+Nothing of a stage is timed, nor of first calls, which compile what later steps time: these run side by side.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -15,10 +18,13 @@ from dsv4lib.lab.day_one import forms
 if TYPE_CHECKING:
     from dsv4lib.lab.stage import Stage
 
-# A process with its context, a probe in it and a stage took this on an H200; an op's rows and counters are estimates.
-PROCESS_S, PROBE_S, STAGE_S, OP_S, COUNTERS_S = 1.0, 0.03, 30.0, 30.0, 60.0
-PROBE_LIMIT_S, STAGE_LIMIT_S, OP_LIMIT_S, COUNTERS_LIMIT_S = 30.0, 180.0, 300.0, 300.0
-AHEAD = 8  # processes that compile an op's kernels
+# What a process with its context, a probe in it, a stage and an op's rows took on an H200; the rest are estimates.
+PROCESS_S, PROBE_S, STAGE_S, OP_S, COMPILE_S, COUNTERS_S = 1.0, 0.03, 37.0, 9.0, 60.0, 60.0
+PROBE_LIMIT_S, STAGE_LIMIT_S, OP_LIMIT_S, COMPILE_LIMIT_S, COUNTERS_LIMIT_S = 30.0, 180.0, 120.0, 180.0, 120.0
+ROWS_S = 30  # after which an op starts no further row
+AHEAD = 12  # processes that compile kernels of ops
+BESIDE = 4  # steps side by side, for the estimate
+HARNESS = "dsv4lib.bench.ops.harness"
 OUT = "{out}"  # in a command: the step's own folder
 SETS = {"sm_100a": "b200", "sm_90a": "hopper"}  # set of parameters that stages of this architecture run with
 # Files that a command leaves in its folder and that are sent back.
@@ -34,6 +40,8 @@ class Step:
         about: in words. seconds: estimated. limit_s: of one probe or of the command.
         probes: names, of a step of probes. command: argument vector, where `OUT` stands for a folder.
         skipped: why it has nothing to run, "" if it has.
+        beside: it may run beside others of its kind, as it times nothing. waits: its process, started early, waits
+            with all imports done until `dsv4lib.bench.ops.harness.TURN` gives it the GPU.
     """
 
     name: str
@@ -44,6 +52,17 @@ class Step:
     probes: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     skipped: str = ""
+    beside: bool = False
+    waits: bool = False
+
+
+def seconds(found: Iterable[Step]) -> float:
+    """Estimate the seconds of steps, of those side by side as many at once as most machines run."""
+    found = list(found)
+    together = [step.seconds for step in found if step.beside]
+    return sum(step.seconds for step in found if not step.beside) + max(
+        sum(together) / BESIDE, max(together, default=0.0)
+    )
 
 
 def steps(arch: str, only: Iterable[str] = ()) -> list[Step]:
@@ -57,7 +76,8 @@ def steps(arch: str, only: Iterable[str] = ()) -> list[Step]:
     """
     if arch not in SETS:
         raise ArgumentError("arch", arch, ", ".join(SETS))
-    found = [*_probes(arch), *_stages(arch), *_times(arch), _counters()]
+    times = _times(arch)
+    found = [*_probes(arch), *_first_calls(times), *_stages(arch), _counters(), *times]
     return chosen(found, list(only))
 
 
@@ -112,7 +132,7 @@ def _stages(arch: str) -> list[Step]:
         limit = max(STAGE_LIMIT_S, len(chosen.runs) * chosen.time_limit_s)
         options = (f"--stage={one.name}", f"--set={SETS[arch]}", "--backend=native", f"--out={OUT}")
         command = (sys.executable, "-m", "dsv4lib.lab.cli", "run", *options)
-        found.append(Step(name, "command", one.title, STAGE_S, limit, command=command))
+        found.append(Step(name, "command", one.title, STAGE_S, limit, command=command, beside=True))
     return found
 
 
@@ -135,21 +155,35 @@ def _times(arch: str) -> list[Step]:
     for op, place in sorted(modules.known().items()):
         name, about = f"time.{op}", f"times of {op} on this GPU, beside floors"
         if (archs := _archs_of(place)) and arch not in archs:
-            reason = f"its kernels are for {' and '.join(archs)}"
+            reason = f"its rows are for {' and '.join(archs)}"
             found.append(Step(name, "command", about, 0.0, 0.0, skipped=reason))
             continue
-        options = (f"--only={op}", "--providers=none", f"--ahead={AHEAD}", f"--record={OUT}")
-        command = (sys.executable, "-m", "dsv4lib.bench.ops.harness", *options)
-        found.append(Step(name, "command", about, OP_S, OP_LIMIT_S, command=command))
+        options = (f"--only={op}", "--providers=none", f"--seconds={ROWS_S}", f"--record={OUT}")
+        command = (sys.executable, "-m", HARNESS, *options)
+        found.append(Step(name, "command", about, OP_S, OP_LIMIT_S, command=command, waits=True))
     return found
 
 
 def _archs_of(place: str) -> tuple[str, ...]:
-    """List the architectures that the op beside a bench module names; () if it names none, or the DSL is missing."""
-    try:
-        return getattr(importlib.import_module(f"{place.rpartition('.')[0]}.op"), "ARCHS", ())
-    except ImportError:
-        return ()
+    """List the architectures that rows of a bench module are for: its own, else those of the op beside it.
+
+    () if neither names any, or where the DSL is missing.
+    """
+    for module in (place, f"{place.rpartition('.')[0]}.op"):
+        try:
+            return importlib.import_module(module).ARCHS
+        except (ImportError, AttributeError):
+            continue
+    return ()
+
+
+def _first_calls(times: Iterable[Step]) -> Iterator[Step]:
+    """A step that compiles what the others time, so that their time on the GPU goes to rows."""
+    ops = ",".join(step.name.removeprefix("time.") for step in times if not step.skipped)
+    options = (f"--only={ops}", "--providers=none", f"--ahead={AHEAD}", "--first-calls")
+    about = "first calls of the ops: kernels that later steps time"
+    command = (sys.executable, "-m", HARNESS, *options)
+    yield Step("compile", "command", about, COMPILE_S, COMPILE_LIMIT_S, command=command, beside=True)
 
 
 def _counters() -> Step:

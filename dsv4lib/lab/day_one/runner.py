@@ -3,21 +3,28 @@
 A crash or a hang ends one probe or one command, never the rest. What has a result of the same code is not run again;
 what was started in two runs and has none is taken to have ended them (a GPU or a machine can go down with a kernel).
 A folder is of one device, which `DEVICE` names: no result of an emulator or another GPU is ever taken for this one's.
+
+A run may have a time of its own: no step starts after it, a command that is then running is ended, keeps its tables
+and is `UNFINISHED`, and a second call goes on there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +37,12 @@ from dsv4lib.lab.day_one.worker import CRASHED, HUNG, RAN
 from dsv4lib.lab.report.scrub import scrub
 from dsv4lib.lab.run.files import write_atomic
 
+TURN = "DSV4_BENCH_TURN"  # `bench.ops.harness.TURN`, which imports torch
 FAILED = "failed"  # of a command: it ended with another exit code than 0
 ABSENT = "absent"  # of a command: there is nothing for it to do here, as it says itself
 ABSENT_CODES = (20, 21)  # everything was skipped or nothing timed; no Nsight Compute
-AGAIN = (FAILED, HUNG, CRASHED)  # of a command: run again while it has starts left
+UNFINISHED = "unfinished"  # of a command: the run's time was over before it ended
+AGAIN = (FAILED, HUNG, CRASHED, UNFINISHED)  # of a command: run again while it has starts left
 STARTS = 2  # of a probe or command without a result
 POLL_S = 0.05
 WORKER_S = 90.0  # until a worker has started its first probe
@@ -58,6 +67,8 @@ class Runner:
         folder: of the results. fake: differences of the fake device, None: the GPU.
         gpu: what tells it from others (name, driver); of a fake its differences do.
         tell: is called with a line for each step. limit_s: of a probe, instead of the step's.
+        seconds: of the whole run. after: is called when a step has ended.
+        left: names of steps that the run's time did not reach, or that it ended.
     """
 
     folder: Path
@@ -65,6 +76,13 @@ class Runner:
     gpu: dict[str, str] = field(default_factory=dict)
     tell: Callable[[str], None] = print
     limit_s: float | None = None
+    seconds: float = math.inf
+    after: Callable[[], None] = lambda: None
+    left: list[str] = field(default_factory=list)
+    _end: float = math.inf
+    _stopped: bool = False
+    _calls: set[Call] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _known: dict[str, Any] = field(default_factory=dict)
     _device: str = ""
 
@@ -77,19 +95,65 @@ class Runner:
         self._known = {probe.name: probe for probe in forms.probes()}
 
     def run(self, steps: list[Step]) -> bool:
-        """Run all steps in order. False if a process that cannot be killed stopped the run."""
-        for number, step in enumerate(steps, 1):
-            start = time.monotonic()
+        """Run all steps in order, those that time nothing side by side.
+
+        False if a process that cannot be killed stopped the run.
+        """
+        self._end, self._stopped = time.monotonic() + self.seconds, False
+        numbers = {step.name: f"[{number}/{len(steps)}] {step.name}" for number, step in enumerate(steps, 1)}
+        for beside, group in itertools.groupby(steps, key=lambda step: step.beside):
+            if beside:
+                self._side_by_side(list(group), numbers)
+            else:
+                self._in_turn(list(group), numbers)
+        return not self._stopped
+
+    def _side_by_side(self, steps: list[Step], numbers: dict[str, str]) -> None:
+        with ThreadPoolExecutor(beside_at_once()) as pool:
+            try:
+                list(pool.map(lambda step: self._step(step, numbers[step.name]), steps))
+            except BaseException:  # an interrupt: the pool waits for its threads, and they for their processes
+                self._stopped = True
+                for call in [*self._calls]:
+                    call.kill()
+                raise
+
+    def _in_turn(self, steps: list[Step], numbers: dict[str, str]) -> None:
+        """Run steps one after another; the process of the next one that waits is started early."""
+        early: Call | None = None
+        try:
+            for step, following in itertools.zip_longest(steps, steps[1:]):
+                mine, early = early, None
+                if following is not None and following.waits and not self._stopped and self._due(following):
+                    early = Call(following, self._environment())
+                self._step(step, numbers[step.name], mine)
+        finally:
+            if early is not None:
+                early.close()
+
+    def _step(self, step: Step, name: str, early: Call | None = None) -> None:
+        start = time.monotonic()
+        try:
+            if self._stopped:
+                return
             if step.skipped or (step.kind == "command" and self.fake is not None):
                 said = f"skipped: {step.skipped or 'it needs a GPU'}"
+            elif time.monotonic() >= self._end:
+                self.left.append(step.name)
+                said = "no time left, call again"
             else:
-                try:
-                    said = self._probes(step) if step.kind == "probes" else self._command(step)
-                except Stuck as error:
-                    self.tell(f"[{number}/{len(steps)}] {step.name}: the run stops here: {error}")
-                    return False
-            self.tell(f"[{number}/{len(steps)}] {step.name}: {said} ({time.monotonic() - start:.1f} s)")
-        return True
+                said = self._probes(step) if step.kind == "probes" else self._command(step, early)
+        except Stuck as error:
+            self._stopped = True
+            self.tell(f"{name}: the run stops here: {error}")
+            return
+        finally:
+            if early is not None:
+                with contextlib.suppress(Stuck):  # it has been said, or the GPU was never touched
+                    early.close()
+        with self._lock:
+            self.tell(f"{name}: {said} ({time.monotonic() - start:.1f} s)")
+            self.after()
 
     # --- probes -----------------------------------------------------------------------------------------------------
 
@@ -174,31 +238,52 @@ class Runner:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def _command(self, step: Step) -> str:
+    def _before(self, step: Step) -> str:
+        """What a command ended as, if it is not to run again; else ""."""
+        folder, code = self.folder / FILES / step.name, code_of(step)
+        found = _read(folder / "result.json")
+        if found is None or found.get("code") != code:
+            return ""
+        again = found.get("status") in AGAIN and worker.starts(folder / "started", code) < STARTS
+        return "" if again else f"{found['status']} before"
+
+    def _due(self, step: Step) -> bool:
+        """Whether a step will run a command."""
+        ended = worker.starts(self.folder / FILES / step.name / "started", code_of(step)) >= STARTS
+        command = step.kind == "command" and not step.skipped and self.fake is None
+        return command and not ended and not self._before(step)
+
+    def _command(self, step: Step, early: Call | None) -> str:
         folder = self.folder / FILES / step.name
-        path, code = folder / "result.json", code_of(step)
-        mark = folder / "started"
-        before = worker.starts(mark, code)
-        found = _read(path)
-        if found is not None and found.get("code") == code:
-            if found.get("status") not in AGAIN or before >= STARTS:
-                return f"{found['status']} before"
+        path, mark, code = folder / "result.json", folder / "started", code_of(step)
+        if before := self._before(step):
+            return before
         folder.mkdir(parents=True, exist_ok=True)
         for name in (*plan.KEPT, RECORDS):  # no table of an earlier run stays beside this one's result
             (folder / name).unlink(missing_ok=True)
         stuck = None
-        if before >= STARTS:
+        if worker.starts(mark, code) >= STARTS:
             status, detail, seconds = CRASHED, f"{STARTS} runs ended while it ran", 0.0
         else:
             worker.start(mark, code)
             start = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="dsv4-day-one-") as out:
+            call = early or Call(step, self._environment())
+            self._calls.add(call)
+            limit = min(step.limit_s, max(0.0, self._end - start))
+            try:
+                status, detail = call.result(limit)
+                if status == HUNG and limit < step.limit_s:
+                    status = UNFINISHED
+                    worker.uncount(mark, code)
+                    self.left.append(step.name)
+            finally:
+                self._calls.discard(call)
                 try:
-                    status, detail = self._call(step, out)
+                    self._keep(call.out, folder)
+                    call.close()
                 except Stuck as error:
                     status, detail, stuck = HUNG, str(error), error
-                seconds = time.monotonic() - start
-                self._keep(Path(out), folder)
+            seconds = time.monotonic() - start
         found = {
             "name": step.name,
             "status": status,
@@ -210,21 +295,6 @@ class Runner:
         if stuck is not None:
             raise stuck
         return status
-
-    def _call(self, step: Step, out: str) -> tuple[str, str]:
-        command = [part.replace(plan.OUT, out) for part in step.command]
-        with tempfile.TemporaryFile() as said, _started(command, said, self._environment()) as process:
-            try:
-                code = process.wait(step.limit_s)
-            except subprocess.TimeoutExpired:
-                return HUNG, f"killed after {step.limit_s:g} s"
-            said.seek(0)
-            text = said.read().decode(errors="replace").strip()[-TAIL:]
-            if code < 0:
-                return CRASHED, f"ended by {signal.Signals(-code).name}: {text}"
-            if code in ABSENT_CODES:
-                return ABSENT, text
-            return (RAN, text) if code == 0 else (FAILED, f"exit code {code}: {text}")
 
     def _keep(self, out: Path, folder: Path) -> None:
         """Keep the tables that a command wrote, and the records of a stage as JSON, without private detail."""
@@ -239,6 +309,58 @@ class Runner:
             found = [{name: getattr(one, name) for name in fields} for one in records.load(out)]
             text = scrub(json.dumps(found, indent=1, default=str), env.root())
             write_atomic(folder / RECORDS, text.encode())
+
+
+class Call:
+    """A command's process and its folder. One that waits does nothing on the GPU before `result`.
+
+    Attributes:
+        step: whose it is. out: its folder.
+    """
+
+    def __init__(self, step: Step, environment: Mapping[str, str]):
+        self.step, self._stack = step, contextlib.ExitStack()
+        self.out = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-day-one-")))
+        self._said = self._stack.enter_context(tempfile.TemporaryFile())
+        self._turn = self.out / "turn"
+        command = [part.replace(plan.OUT, str(self.out)) for part in step.command]
+        turn = {TURN: str(self._turn)} if step.waits else {}
+        self._process = self._stack.enter_context(_started(command, self._said, {**environment, **turn}))
+
+    def result(self, limit: float) -> tuple[str, str]:
+        """Give it the GPU until it ends or the limit, in seconds. What became of it, and its last words."""
+        self._turn.touch()
+        try:
+            code = self._process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return HUNG, f"{self._text()}\nkilled after {limit:g} s".strip()
+        text = self._text()
+        if code < 0:
+            return CRASHED, f"ended by {signal.Signals(-code).name}: {text}"
+        if code in ABSENT_CODES:
+            return ABSENT, text
+        return (RAN, text) if code == 0 else (FAILED, f"exit code {code}: {text}")
+
+    def _text(self) -> str:
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace").strip()[-TAIL:]
+
+    def kill(self) -> None:
+        """Kill the process, for which another thread waits."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it with its children. A second call does nothing.
+
+        Raises:
+            Stuck: it does not end.
+        """
+        self._stack.close()
+
+
+def beside_at_once() -> int:
+    """How many steps run side by side here: a notebook and the compiler take some three cores each."""
+    return max(1, min(8, (os.cpu_count() or 1) // 3))
 
 
 def code_of(step: Step) -> str:

@@ -23,6 +23,7 @@ from dsv4lib.ops.linear import peers, peers_torch
 from dsv4lib.ops.linear.op import linear
 from dsv4lib.reference.linear import linear_fp8
 
+ARCHS = ("sm_90a",)  # of the rows
 EXPONENTS = 118, 124  # E8M0 bytes of weights: 2^-9 to 2^-4
 BLOCK = 128
 BOUND = 2.0**-8  # of a token's size: bf16, and 13 bits of the tensor core's sums

@@ -34,6 +34,7 @@ from dsv4lib.ops.moe_gemm.sm90.layout import (
 from dsv4lib.reference import moe_dispatch as routes_of
 from dsv4lib.reference.moe_gemm import swiglu
 
+ARCHS = ("sm_90a",)  # of the rows
 EXPONENTS = 118, 124  # E8M0 bytes of weights: 2^-9 to 2^-4
 LIMIT = 10.0
 CHECKED = 24  # rows: of few experts, whose weights are decoded to fp64

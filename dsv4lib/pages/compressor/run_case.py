@@ -16,7 +16,7 @@ import torch
 from dsv4lib import backends, emulator
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.formats import hadamard, indexer_key, kv_entry
-from dsv4lib.ops.common import plans
+from dsv4lib.ops.common import launching, plans
 from dsv4lib.ops.common.requests import plan
 from dsv4lib.ops.compressor import faults, op
 from dsv4lib.ops.compressor.kernel import Compressor
@@ -122,7 +122,8 @@ def run(
     pages, first, history, hazards = blank(kind, form, tokens.entries).to(where), 0, [], 0
     weights = op.Weights(*(x.to(where) for x in tokens.weights))
     with ExitStack() as stack:
-        gpu = stack.enter_context(emulator.device("sm_100a", checks="race")) if backend == "emulator" else None
+        arch = launching.arch(backend)
+        gpu = stack.enter_context(emulator.device(arch, checks="race")) if backend == "emulator" else None
         if backend == "native":  # plans replay what they have seen, not what is injected
             plans.forget()
             stack.callback(plans.forget)

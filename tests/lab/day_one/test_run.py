@@ -68,10 +68,24 @@ def test_a_gpu_that_it_is_not_for(found: gpu.Gpu, arch: str, message: str, monke
 def test_the_plan_is_under_half_an_hour(arch: str) -> None:
     steps = plan.steps(arch)
     assert len({step.name for step in steps}) == len(steps)
-    assert sum(step.seconds for step in steps) < 30 * 60
+    assert 60 < plan.seconds(steps) < {"sm_90a": 8, "sm_100a": 15}[arch] * 60
     kinds = {step.name.partition(".")[0] for step in steps}
-    assert kinds == {"form", "stage", "time", "counters"}
+    assert kinds == {"form", "compile", "stage", "time", "counters"}
     assert all(bool(step.probes) + bool(step.command) + bool(step.skipped) == 1 for step in steps)
+    assert all(0 < step.limit_s <= 300 or step.skipped for step in steps)
+
+
+def test_kernels_are_compiled_before_they_are_timed_and_nothing_timed_runs_beside_others() -> None:
+    steps = [step for step in plan.steps("sm_90a") if step.command]
+    names = [step.name for step in steps]
+    timed = [step for step in steps if step.name.startswith(("time.", "counters"))]
+    assert not any(step.beside for step in timed) and all(step.beside for step in steps[: -len(timed)])
+    (compile_step,) = (step for step in steps if step.name == "compile")
+    (only,) = (word.removeprefix("--only=") for word in compile_step.command if word.startswith("--only="))
+    assert only.split(",") == [name.removeprefix("time.") for name in names if name.startswith("time.")]
+    assert "--first-calls" in compile_step.command and names.index("compile") < names.index(timed[0].name)
+    together = [dataclasses.replace(step, seconds=40.0) for step in steps if step.beside][:3]
+    assert plan.seconds(together) == 40 and plan.seconds([*together, timed[-1]]) == 40 + timed[-1].seconds
 
 
 def test_stages_are_those_of_the_gpu_s_set_whose_kernels_run_on_it() -> None:
@@ -112,8 +126,10 @@ def test_a_stage_without_the_set_is_a_skipped_step(monkeypatch: pytest.MonkeyPat
 
 def test_an_op_without_kernels_for_the_gpu_is_skipped() -> None:
     skipped = {arch: {s.name: s.skipped for s in plan.steps(arch) if s.name.startswith("time.")} for arch in plan.SETS}
-    assert skipped["sm_90a"]["time.mega_moe"].startswith("its kernels are for sm_100a")
+    assert skipped["sm_90a"]["time.mega_moe"] == "its rows are for sm_100a and sm_103a"
     assert not skipped["sm_100a"]["time.mega_moe"] and not skipped["sm_90a"]["time.mla_decode"]
+    for op in ("moe_gemm", "linear"):  # kernels for both, rows of a Hopper alone
+        assert skipped["sm_100a"][f"time.{op}"] == "its rows are for sm_90a" and not skipped["sm_90a"][f"time.{op}"]
 
 
 def test_the_plan_is_shown_and_nothing_runs(tmp_path: Path) -> None:
