@@ -47,8 +47,9 @@ def dumbbells(panels: Mapping[str, Sequence[Case]], title: str, columns: int = 2
     if not panels:
         raise ArgumentError("panels", panels, "at least one")
     stacks = _stacks(panels, min(columns, len(panels)))
-    fig = new_figure(height=0.9 + 0.24 * max(sum(map(_lines, stack)) for stack in stacks), width=11.0)
-    axes = [ax for part, stack in zip(_parts(fig, len(stacks)), stacks, strict=True) for ax in _column(part, stack)]
+    height = max(sum(map(_lines, stack)) for stack in stacks)
+    fig = new_figure(height=0.9 + 0.24 * height, width=11.0)
+    axes = [ax for part, stack in zip(_parts(fig, stacks), stacks, strict=True) for ax in _column(part, stack, height)]
     for ax, (name, cases) in zip(axes, (item for stack in stacks for item in stack), strict=True):
         for place, case in enumerate(cases):
             times = [value for value in (case.floor, case.ours, case.other) if value]
@@ -93,13 +94,20 @@ def _stacks(panels: Mapping[str, Sequence[Case]], across: int) -> list[Stack]:
     return stacks
 
 
-def _parts(fig: Figure, across: int) -> list[SubFigure]:
-    return list(fig.subfigures(1, across, squeeze=False).flat)
+def _parts(fig: Figure, stacks: Sequence[Stack]) -> list[SubFigure]:
+    return list(fig.subfigures(1, len(stacks), squeeze=False).flat)
 
 
-def _column(part: SubFigure, stack: Stack) -> list[Axes]:
-    """Make the axes of a column: a line of any panel has the same height."""
-    return list(part.subplots(len(stack), 1, squeeze=False, height_ratios=[_lines(one) for one in stack]).flat)
+def _column(part: SubFigure, stack: Stack, height: float) -> list[Axes]:
+    """Make the axes of a column, all lines of one height; below a short column is nothing."""
+    lines = [_lines(one) for one in stack]
+    rest = height - sum(lines)
+    axes = list(
+        part.subplots(len(stack) + (rest > 0), 1, squeeze=False, height_ratios=lines + [rest] * (rest > 0)).flat
+    )
+    for ax in axes[len(stack) :]:
+        ax.axis("off")
+    return axes[: len(stack)]
 
 
 def _said(case: Case) -> str:

@@ -35,7 +35,9 @@ def _with_width(found: re.Match[str]) -> str:
     kind = next((name for name, least in LONG.items() if len(words) >= least), "value" * bool(VALUE.fullmatch(words)))
     if "class=" in found[1]:
         return found[0]
-    inside = found[2] if kind == "value" else POWER.sub(lambda it: it[1] or f'<span class="value">{it[2]}</span>', found[2])
+    inside = (
+        found[2] if kind == "value" else POWER.sub(lambda it: it[1] or f'<span class="value">{it[2]}</span>', found[2])
+    )
     named = f' class="{kind}"' if kind else ""
     return f"<td{named}{found[1]}>{inside}</td>"
 

@@ -169,7 +169,9 @@ def source(rows: list[Result], runs: dict[str, dict[str, str]]) -> str:
     """Say where the numbers are from: a line a run, below the method of its runs, and which peers were absent."""
     used = {row.run for row in rows}
     lines = []
-    for method, some in groupby(((key, one) for key, one in runs.items() if key in used), key=lambda it: it[1]["method"]):
+    for method, some in groupby(
+        ((key, one) for key, one in runs.items() if key in used), key=lambda it: it[1]["method"]
+    ):
         lines += [f"Measured on ({method}):", ""]
         lines += [
             f"* {key}: driver {one['driver']}, torch {one['torch']} (CUDA {one['cuda']}), {one['packages']}; "
