@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import kinds
@@ -45,14 +46,11 @@ def dumbbells(panels: Mapping[str, Sequence[Case]], title: str, columns: int = 2
             raise ArgumentError("panels", name, "panels with at least one time")
     if not panels:
         raise ArgumentError("panels", panels, "at least one")
-    across = min(columns, len(panels))
-    down = -(-len(panels) // across)
-    longest = [max(len(cases) for cases in list(panels.values())[i * across : (i + 1) * across]) for i in range(down)]
-    fig = new_figure(height=0.9 + sum(0.9 + 0.24 * count for count in longest), width=11.0)
-    axes = fig.subplots(down, across, squeeze=False, height_ratios=[2 + n for n in longest])
-    for ax in axes.flat[len(panels) :]:
-        ax.axis("off")
-    for ax, (name, cases) in zip(axes.flat, panels.items(), strict=False):
+    stacks = _stacks(panels, min(columns, len(panels)))
+    height = max(sum(map(_lines, stack)) for stack in stacks)
+    fig = new_figure(height=0.9 + 0.24 * height, width=11.0)
+    axes = [ax for part, stack in zip(_parts(fig, stacks), stacks, strict=True) for ax in _column(part, stack, height)]
+    for ax, (name, cases) in zip(axes, (item for stack in stacks for item in stack), strict=True):
         for place, case in enumerate(cases):
             times = [value for value in (case.floor, case.ours, case.other) if value]
             if not times:
@@ -78,6 +76,38 @@ def dumbbells(panels: Mapping[str, Sequence[Case]], title: str, columns: int = 2
         ax.set_xlabel("us")
     fig.suptitle(f"{title}\n| floor   \u25cf ours (\u25c6 short of its goal)   \u25cb the best other", fontsize=10)
     return set_alt(fig, _alt(panels, title))
+
+
+Stack = list[tuple[str, Sequence[Case]]]
+
+
+def _lines(panel: tuple[str, Sequence[Case]]) -> float:
+    """Height of a panel in lines, title and axis included."""
+    return len(panel[1]) + 4.0
+
+
+def _stacks(panels: Mapping[str, Sequence[Case]], across: int) -> list[Stack]:
+    """Divide panels between columns: each goes below what is shortest so far, so that columns end at one height."""
+    stacks: list[Stack] = [[] for _ in range(across)]
+    for panel in panels.items():
+        min(stacks, key=lambda stack: sum(map(_lines, stack))).append(panel)
+    return stacks
+
+
+def _parts(fig: Figure, stacks: Sequence[Stack]) -> list[SubFigure]:
+    return list(fig.subfigures(1, len(stacks), squeeze=False).flat)
+
+
+def _column(part: SubFigure, stack: Stack, height: float) -> list[Axes]:
+    """Make the axes of a column, all lines of one height; below a short column is nothing."""
+    lines = [_lines(one) for one in stack]
+    rest = height - sum(lines)
+    axes = list(
+        part.subplots(len(stack) + (rest > 0), 1, squeeze=False, height_ratios=lines + [rest] * (rest > 0)).flat
+    )
+    for ax in axes[len(stack) :]:
+        ax.axis("off")
+    return axes[: len(stack)]
 
 
 def _said(case: Case) -> str:

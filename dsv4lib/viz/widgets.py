@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import GRID, INK, WIDTH, alt_text, drawn, headless, new_figure, set_alt, show, to_png
+from dsv4lib.viz.style import DPI, GRID, INK, WIDTH, alt_text, drawn, headless, new_figure, set_alt, show, to_png
 
 Draw = Callable[..., tuple[Figure, str]]
 
@@ -105,16 +105,18 @@ def _twin(draw: Draw, start: dict[str, Any], states: list[dict[str, Any]]) -> No
 
 
 @styled
-def small_multiples(panels: Sequence[tuple[str, Figure | None, str]], columns: int = 2) -> Figure:
+def small_multiples(panels: Sequence[tuple[str, Figure | None, str]], columns: int = 1) -> Figure:
     """Draw several figures on one page, each under its state and its result. A state without a figure shows its reason.
 
     Args:
         panels: (state, figure or None, result).
-        columns: panels side by side.
+        columns: panels side by side. Letters of more than one are too small to read on a phone.
     """
     import matplotlib.image
 
-    pictures = [None if f is None else matplotlib.image.imread(io.BytesIO(to_png(f, dpi=72))) for _, f, _ in panels]
+    sharp = DPI if columns == 1 else 72
+
+    pictures = [None if f is None else matplotlib.image.imread(io.BytesIO(to_png(f, dpi=sharp))) for _, f, _ in panels]
     rows = -(-len(panels) // columns)
     ratio = max((p.shape[0] / p.shape[1] for p in pictures if p is not None), default=0.4)
     page = new_figure(height=rows * (WIDTH / columns * ratio + 0.5))
@@ -122,7 +124,7 @@ def small_multiples(panels: Sequence[tuple[str, Figure | None, str]], columns: i
     for ax in axes:
         ax.axis("off")
     for ax, picture, (state, _, line) in zip(axes, pictures, panels, strict=False):
-        ax.set_title(f"{state}\n{line}" if picture is not None else state, fontsize=7.5)
+        ax.set_title(f"{state}\n{line}" if picture is not None else state, fontsize=9 if columns == 1 else 7.5)
         if picture is not None:
             ax.imshow(picture, interpolation="antialiased")
         else:

@@ -338,6 +338,17 @@ def test_cells_of_many_words_are_wide() -> None:
     assert text.count('<div class="wide"') == 1
 
 
+def test_a_list_begins_with_its_own_number() -> None:
+    assert '<ol start="3">' in markdown("3. The third answer.\n4. The fourth.")
+
+
+def test_numbers_in_cells_do_not_break() -> None:
+    row = "| <= 1.8e-05 | [a](b-2e-07.html) 2.6e-07 | 1 x | 12 a token | -0.5 / 3 % |"
+    text = markdown(f"| a | b | c | d | e |\n| --- | --- | --- | --- | --- |\n{row}")
+    assert re.findall(r"<td([^>]*)>", text) == [' class="value"', "", ' class="value"', "", ' class="value"']
+    assert '<a href="b-2e-07.html">a</a> <span class="value">2.6e-07</span>' in text
+
+
 def test_tables_in_lists_pipes_in_cells_and_code_of_unknown_languages() -> None:
     text = markdown("1. a\n\n   | x | `a\\|b` |\n   | --- | --- |\n   | 1 | c \\| d |\n\n```cron\n0 1 * * *\n```\n")
     assert "<code>a|b</code>" in text and "<td>c | d</td>" in text and text.index("</table>") < text.index("</li>")

@@ -16,6 +16,12 @@ def test_html_is_escaped_and_numbers_are_grouped():
     assert page.count("text-align:right") == 2
 
 
+def test_numbers_of_thousands_have_no_exponent():
+    assert [table.text_table(("x",), [(value,)]).split()[1] for value in (5448.2, -1000.0, 999.4, 2.5e9)] == [
+        "5,448", "-1,000", "999", "2.5e+09",
+    ]  # fmt: skip
+
+
 def test_text_twin():
     assert table.text_table(HEADER, ROWS).splitlines() == [
         "what       how many",

@@ -61,6 +61,7 @@ DANGEROUS_STYLE = re.compile(
 ATTRIBUTES = {
     "*": ["style", "title", "class"],
     "a": ["href"],
+    "ol": ["start"],
     "td": ["colspan", "rowspan"],
     "th": ["colspan", "rowspan", "scope"],
 }

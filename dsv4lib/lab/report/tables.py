@@ -11,6 +11,8 @@ import re
 from markupsafe import Markup
 
 CELL = re.compile(r"<td((?:\s[^>]*)?)>(.*?)</td>", re.S)
+VALUE = re.compile(r"(?=.*\d)[-+<>=~.,/%x\d e]+")  # a number, perhaps with a comparison
+POWER = re.compile(r"(<[^>]*>)|(\d[\d.]*e-\d+)")  # a tag, which stays, or what could break after its "e-"
 LONG = {"text": 50, "words": 18}  # class of a cell by its letters
 TAG = re.compile(r"<[^>]*>")
 INLINE = re.compile(r"</?(?:a|b|code|em|i|kbd|mark|s|small|span|strong|sub|sup|u|var)\b[^>]*>")  # inside of words
@@ -29,9 +31,15 @@ def with_wide_cells(text: str) -> Markup:
 
 
 def _with_width(found: re.Match[str]) -> str:
-    size = len(plain(found[2]))
-    kind = next((name for name, least in LONG.items() if size >= least), "")
-    return f'<td class="{kind}"{found[1]}>{found[2]}</td>' if kind and "class=" not in found[1] else found[0]
+    words = plain(found[2])
+    kind = next((name for name, least in LONG.items() if len(words) >= least), "value" * bool(VALUE.fullmatch(words)))
+    if "class=" in found[1]:
+        return found[0]
+    inside = (
+        found[2] if kind == "value" else POWER.sub(lambda it: it[1] or f'<span class="value">{it[2]}</span>', found[2])
+    )
+    named = f' class="{kind}"' if kind else ""
+    return f"<td{named}{found[1]}>{inside}</td>"
 
 
 def plain(text: str) -> str:

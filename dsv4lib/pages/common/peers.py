@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.table import Table
 from dsv4lib.errors import ArgumentError, DSV4Error
 
 BEGIN, END = "<!-- peers: written by python -m dsv4lib.pages.{} -->", "<!-- /peers -->"
+NUMBER = re.compile(r"\**[-+]?\d[\d,.e+-]*(?![\w ]*[a-z])")  # a number, not "2 x 64 heads"
 # Classes of instructions, grouped for display.
 GROUPS = {
     "exp2, max, convert": ("exp2", "maximum", "convert"),
@@ -45,11 +47,18 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
 
+def _numeric(column: list[str]) -> bool:
+    """Tell whether most cells of a column begin with a number; an empty column is one of numbers."""
+    filled = [text for text in column if text]
+    return 2 * sum(NUMBER.match(text) is not None for text in filled) >= len(filled)
+
+
 def markdown(header: Sequence[str], cells: list[tuple[Any, ...]], source: str) -> str:
-    """Make a table whose first column names kernels, ours in bold. Its source is below."""
-    lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
-    for row in cells:
-        shown = [_text(value) for value in row]
+    """Make a table whose first column names kernels, ours in bold. Columns of numbers end at the right."""
+    texts = [[_text(value) for value in row] for row in cells]
+    marks = ["---", *("---:" if _numeric([row[k] for row in texts]) else "---" for k in range(1, len(header)))]
+    lines = [f"| {' | '.join(header)} |", f"| {' | '.join(marks)} |"]
+    for row, shown in zip(cells, texts, strict=True):
         if row[0].startswith("ours"):
             shown = [f"**{value}**" for value in shown]
         lines.append(f"| {' | '.join(shown)} |")

@@ -127,14 +127,13 @@ def cells(rows: list[Result], known: dict[tuple[str, str], Note]) -> list[tuple[
 
 def _cells(row: Result, note: Note) -> tuple[str, ...]:
     ours, peer, graph_peer = row.named(OURS), row.peer, row.graph_peer
-    absent = [one.provider for one in row.found if one.state == ABSENT]
     cold = "" if ours is None else ours.detail if ours.state == TIMED else f"{ours.state}: {ours.detail}"
     over = f"{row.ours_us / row.floor_us:.1f}" if row.ours_us and row.floor_us else ""
     return (
         row.op,
         row.shape,
         _us(row.ours_us) or cold,
-        peer.provider if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent),
+        peer.provider if peer else "none",
         _us(peer.us if peer else None),
         _ratios(row.ratio, row.copy_ratio),
         _us(ours.warm_us if ours else None),
@@ -167,15 +166,30 @@ def _us(value: float | None) -> str:
 
 
 def source(rows: list[Result], runs: dict[str, dict[str, str]]) -> str:
-    """Find the where the numbers are from: a line a run."""
+    """Say where the numbers are from: a line a run, below the method of its runs, and which peers were absent."""
     used = {row.run for row in rows}
-    lines = [
-        f"* {key}: driver {one['driver']}, torch {one['torch']} (CUDA {one['cuda']}), {one['packages']}; "
-        f"kernels {one['kernels']}. {one['method']}. `{one['command']}`"
-        for key, one in runs.items()
-        if key in used
-    ]
-    return "\n".join(["Measured on:", "", *lines, "", "Every provider and its spread: `ops/rows.csv`."])
+    lines = []
+    for method, some in groupby(
+        ((key, one) for key, one in runs.items() if key in used), key=lambda it: it[1]["method"]
+    ):
+        lines += [f"Measured on ({method}):", ""]
+        lines += [
+            f"* {key}: driver {one['driver']}, torch {one['torch']} (CUDA {one['cuda']}), {one['packages']}; "
+            f"kernels {one['kernels']}. `{one['command']}`"
+            for key, one in some
+        ]
+        lines.append("")
+    return "\n".join([*lines, *_absent(rows), "Every provider and its spread: `ops/rows.csv`."])
+
+
+def _absent(rows: list[Result]) -> list[str]:
+    """Name the peers of rows without any peer, by op: a package that was missing must not look like no peer."""
+    gone: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.peer is None and row.graph_peer is None:
+            gone.setdefault(row.op, {}).update(dict.fromkeys(one.provider for one in row.found if one.state == ABSENT))
+    lines = [f"* {op}: {'; '.join(names)}" for op, names in gone.items() if names]
+    return ["In rows without a peer, these were absent:", "", *lines, ""] if lines else []
 
 
 def markdown(folder: Path = results.FOLDER, noted: Path = NOTES) -> str:
