@@ -62,7 +62,6 @@ def test_head_dimensions_of_a_pair(head_dim):
     assert outcome.clean, outcome.findings()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("heads", [130, pytest.param(200, marks=FULL)])
 def test_two_pairs_for_more_heads(heads):
     outcome = run_fmha(Fmha, settings("index", 2), case(heads, [150], [33]))
@@ -186,7 +185,6 @@ def test_raw_parts_join_to_the_whole(splits):
         assert float(state[..., 1].max()) > 2 and float((o[0] - truth)[0].norm() / truth[0].norm()) > 0.5
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=FULL)])
 def test_dense_rows(cluster):
     """Entries gathered before, [T, K, D]: each token has its own, of which it takes the first ``count``."""
