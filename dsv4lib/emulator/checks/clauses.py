@@ -157,12 +157,24 @@ CLAUSES = (
         ),
     ),
     Clause(
+        "an arrival or a wait at an mbarrier that is relaxed, or whose scope ends before the other thread",
+        ("race_shared", "race_through_completion"),
+        (
+            _SUITE.format("relaxed", "no fence before a relaxed arrival"),
+            _SUITE.format("relaxed", "no fence after a relaxed wait"),
+            _SUITE.format("relaxed", "a word that a relaxed expect_tx hands over"),
+            _SUITE.format("relaxed", "a release that does not reach the peer"),
+        ),
+    ),
+    Clause(
         "data race between lane and lane of a warp",
         ("missing_warp_sync",),
         (
             _SUITE.format("barriers", "a lane reads what another wrote"),
             _SUITE.format("barriers", "a lane overwrites what another reads"),
             _SUITE.format("barriers", "a warp barrier of the wrong lanes"),
+            _SUITE.format("barriers", "a lane arrives for others that still read"),
+            _SUITE.format("shared", "cp.async of another lane"),
         ),
     ),
     Clause(
