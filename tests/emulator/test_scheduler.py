@@ -7,6 +7,7 @@ import pytest
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import Deadlock, LimitExceeded
+from dsv4lib.emulator.machine import livelock
 from dsv4lib.emulator.machine.async_units import AsyncOp
 from dsv4lib.emulator.machine.policies import POLICIES
 from dsv4lib.emulator.machine.request import Settings
@@ -299,3 +300,41 @@ def test_a_service_reads_a_variable_with_its_offset():
     body = "testissue.u32 s; testissue.u32 s+16; testwait.u32 2;"
     launch(entry("u64 out", body, shared=".shared .align 16 .b8 s[32];"), aligned(1, np.uint32))
     assert LOG[1] - LOG[0] == 16
+
+
+# Loops with barriers that end: by a register, by a word that a thread counts up, by an atomic, by another CTA.
+COUNTS = {
+    "a register": "add.u32 %r6, %r6, 1;",
+    "a word of shared memory": "@%p1 ld.shared.u32 %r5, [%r9]; @%p1 add.u32 %r5, %r5, 1; @%p1 st.shared.u32 [%r9], %r5;"
+    "bar.sync 0; ld.shared.u32 %r6, [%r9];",
+    "an atomic": "@%p1 atom.global.add.u32 %r5, [%rd1], 1; @%p1 st.shared.u32 [%r9], %r5; bar.sync 0;"
+    "ld.shared.u32 %r6, [%r9];",
+    "the other block": "@%p1 atom.global.add.u32 %r5, [%rd1], %r7; @%p1 st.shared.u32 [%r9], %r5; bar.sync 0;"
+    "ld.shared.u32 %r6, [%r9];",
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_long_loops_with_barriers_are_no_deadlock(name, monkeypatch):
+    monkeypatch.setattr(livelock, "CIRCLES", 50)
+    looks = []
+    monkeypatch.setattr(livelock.Watch, "_go_around", count(livelock.Watch._go_around, looks))
+    body = (
+        "mov.u32 %r0, %tid.x; setp.eq.u32 %p1, %r0, 0; mov.u32 %r9, sm; ld.param.u64 %rd1, [data]; mov.u32 %r6, 0;"
+        "mov.u32 %r7, %ctaid.x; @%p1 st.shared.u32 [%r9], 0; bar.sync 0; L: " + COUNTS[name] + "bar.sync 0;"
+        "setp.lt.u32 %p2, %r6, 200; @%p2 bra L;"
+    )
+    data = aligned(4, np.uint32)
+    text = entry("u64 data", body, shared=".shared .align 4 .b8 sm[16];")
+    for schedule in POLICIES:
+        data[:] = 0
+        launch(text, data, grid=2, block=64, settings=Settings(schedule=schedule, instruction_limit=200_000))
+    assert looks
+
+
+def count(function, calls):
+    def counted(*args):
+        calls.append(args)
+        return function(*args)
+
+    return counted

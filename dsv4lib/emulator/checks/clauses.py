@@ -157,12 +157,24 @@ CLAUSES = (
         ),
     ),
     Clause(
+        "an arrival or a wait at an mbarrier that is relaxed, or whose scope ends before the other thread",
+        ("race_shared", "race_through_completion"),
+        (
+            _SUITE.format("relaxed", "no fence before a relaxed arrival"),
+            _SUITE.format("relaxed", "no fence after a relaxed wait"),
+            _SUITE.format("relaxed", "a word that a relaxed expect_tx hands over"),
+            _SUITE.format("relaxed", "a release that does not reach the peer"),
+        ),
+    ),
+    Clause(
         "data race between lane and lane of a warp",
         ("missing_warp_sync",),
         (
             _SUITE.format("barriers", "a lane reads what another wrote"),
             _SUITE.format("barriers", "a lane overwrites what another reads"),
             _SUITE.format("barriers", "a warp barrier of the wrong lanes"),
+            _SUITE.format("barriers", "a lane arrives for others that still read"),
+            _SUITE.format("shared", "cp.async of another lane"),
         ),
     ),
     Clause(
@@ -326,9 +338,8 @@ SILENT = (
     "(units/test_tcgen05_memory.py::test_mma_and_cp_keep_the_order_of_issue).",
     "`.acquire.cta` of a wait for arrivals from other CTAs, and `.cta` of an arrival at a peer where it is the default "
     "and not written: CUTLASS arrives and waits so. Where an arrival at a peer names `.cta`, it orders nothing.",
-    "Lanes that have not synchronised with the one that arrives at a barrier or raises a flag for the warp: what one "
-    "lane publishes counts as published by all, because shipped kernels rely on lanes that stay together "
-    "(a missing `__syncwarp` before `if (lane == 0) arrive`).",
+    "Lanes that have not synchronised with the one that raises a flag for the warp: what one lane releases counts as "
+    "released by all. Of arrivals at barriers it does not (missing_warp_sync).",
     "A shuffle that takes the value of a lane outside its mask, or of one that does not execute it: reductions over "
     "part of a warp do so in lanes whose results nothing uses.",
     "Counts of setmaxnreg that ask for more registers than the CTA has: the count at the entry is not in the PTX.",

@@ -213,8 +213,9 @@ _TABLE = (
      "a store, a branch or an address depends on a register that nothing has set on any path (found in the code)",
      "set it; compilers leave registers unset only where the value does not matter"),
     ("missing_warp_sync", LINT, "lanes",
-     "lanes of a warp exchange data through shared memory without synchronising",
-     "bar.warp.sync (__syncwarp) between the store and the other lane's access: lanes need not run in step"),
+     "lanes of a warp exchange data through shared memory without synchronising, or one arrives at an mbarrier for "
+     "the others",
+     "bar.warp.sync (__syncwarp) between the accesses, or before the arrival: lanes need not run in step"),
     ("race_through_completion", LINT, "race",
      "two accesses are ordered only through a tcgen05.commit or the completion of a copy, which by the PTX ISA publish "
      "nothing but their own effects; shipped kernels rely on more",

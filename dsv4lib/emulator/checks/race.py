@@ -43,6 +43,7 @@ from dsv4lib.emulator.checks.shadow import (
     columns_of,
     kind_of,
 )
+from dsv4lib.emulator.checks.thin_arrivals import THIN, ThinArrivals
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.machine.warp import PC
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
@@ -84,7 +85,8 @@ class Detector(Proxies):
         self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
         self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
         self._code = CodeChecks(machine, self.pedantic, bool(machine.settings.native_checks & abi.CHECK_CODE))
-        self._lanes = LaneChecks(machine) if machine.settings.native_checks & abi.CHECK_LANES else None
+        lanes = machine.settings.native_checks & abi.CHECK_LANES
+        self._lanes, self._thin = (LaneChecks(machine), ThinArrivals(machine)) if lanes else (None, None)
         self._peers, self._products = Peers(machine), Products(machine)
         self._fences = TensorFences(machine) if self.pedantic else None
         self._code.begin()
@@ -106,7 +108,10 @@ class Detector(Proxies):
             self._phases.arrives(point, clocks, me, clocks.epochs[me], clocks.of(self.warp), self.warp.place)
         elif op.entry != UNKNOWN:
             self._phases.arrives(point, clocks, op.entry, op.epoch, op.clock, op.where)
+        left = self._thin.arrives(self.warp) if self._thin is not None and op is None else None
         super().arrived(point, relaxed)
+        if left:
+            self._thin.move(self.warp, left)
 
     def _released(self, warp: Warp, reach: int) -> np.ndarray:
         """What a relaxed arrival releases: what was fenced, and initialisations of mbarriers that were."""
@@ -171,11 +176,14 @@ class Detector(Proxies):
         """Record that a CTA has exited with its last warp."""
         self._peers.exited(cta, last)
         self._products.exited(cta)
+        if self._thin is not None:
+            self._thin.exited(cta)
 
     def warp_synchronised(self, warp: Warp, members: int) -> None:
         """Record that lanes of a warp have synchronised."""
         if self._lanes is not None:
             self._lanes.synchronised(warp, members)
+            self._thin.synchronised(warp)
 
     def copied(self, warp: Warp, written: Any, lanes: int) -> None:
         """Record that lanes of a warp have waited for their copies: to other lanes these are stores."""
@@ -419,6 +427,7 @@ class Detector(Proxies):
         self.machine.taint.logged(warp, self._log[:n])
         if self._lanes is not None:
             self._lanes.logged(warp, state.clocks, self._log[:n])
+            self._thin.logged(warp, state.clocks, self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return
@@ -544,6 +553,8 @@ class Detector(Proxies):
         # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
         mine = op is not None and warp is clocks.owners[other]
         kind = kind_of(conflict, memory, clocks, actor.entry if mine else None, (other, epoch), same)
+        if int(table.mask[conflict.earlier]) & THIN:
+            kind = "missing_warp_sync"
         key = kind, pc, int(table.pc[conflict.earlier])
         if key in self._found:
             self._found[key].count += 1

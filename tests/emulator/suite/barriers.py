@@ -187,6 +187,19 @@ CASES = {
         "st.shared.b32 [%r1], %r0;\nbar.warp.sync -1;\nld.shared.b32 %r20, [%r6]; //!\n<<||bar.warp.sync -1;\n>>"
         "st.shared.b32 [%r1], %r20; //!\n",
     ),
+    "a lane arrives for others that still read": Case(
+        "missing_warp_sync",
+        INIT.format(1, 1) + "st.shared.b32 [%r1+4096], %r0;\nbar.sync 0;\n"
+        "@!%p1 bra OTHER;\nld.shared.b32 %r20, [%r1+4096]; //!\n<<||bar.warp.sync -1;\n>>@%p3 "
+        + ARRIVE + "\n" + USE + "bra END;\nOTHER:\n" + wait("%r8", 0, "W")
+        + "st.shared.b32 [%r1+3968], %r0; //!\nEND:\n",
+    ),
+    "a lane arrives for others that have written": Case(
+        "missing_warp_sync",
+        INIT.format(1, 1) + "@!%p1 bra OTHER;\nst.shared.b32 [%r1], %r0; //!\n<<||bar.warp.sync -1;\n>>@%p3 "
+        + ARRIVE + "\nbra END;\nOTHER:\n" + wait("%r8", 0, "W") + "ld.shared.b32 %r20, [%r4]; //!\n" + USE
+        + "END:\n",
+    ),
     "a diverged warp exchanges words": Case(
         "missing_warp_sync",
         HALF + "@!%p5 bra ON;\nst.shared.b32 [%r1], %r0; //!\nON:\nxor.b32 %r14, %r0, 16;\n"

@@ -87,6 +87,33 @@ __global__ void a_ring_that_forgets_one_of_two_consumers(int *x, int *out) {
   }
 }
 
+// kind: missing_warp_sync
+__global__ void a_ring_without_syncwarp_before_the_release(int *x, int *out) {
+  __shared__ alignas(128) int s[2][32];
+  __shared__ Barrier full[2], empty[2];
+  if (T == 0)
+    for (int i = 0; i < 2; i++) {
+      init(full + i, 1);
+      init(empty + i, 1);
+    }
+  __syncthreads();
+  for (int i = 0; i < 6; i++) {
+    int stage = i % 2, phase = i / 2 % 2;
+    if (WARP == 0) {
+      if (LANE == 0) {
+        wait(empty + stage, phase ^ 1);
+        expect(full + stage, 128);
+        fetch(s[stage], x + 32 * i, 128, full + stage);  //!
+      }
+    } else {
+      wait(full + stage, phase);
+      out[32 * i + LANE] = s[stage][LANE];  //!
+      FIX(__syncwarp();)
+      if (LANE == 0) arrive(empty + stage);
+    }
+  }
+}
+
 // kind: Deadlock
 __global__ void a_ring_whose_producer_waits_for_the_first_buffer(int *x, int *out) {
   __shared__ int s[2][32];
