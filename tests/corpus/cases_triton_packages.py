@@ -1,7 +1,7 @@
-"""liger-kernel and gemlite: packages of Triton kernels, through their own functions and Triton's own launcher.
+"""liger-kernel, gemlite and fla: packages of Triton kernels, through their own functions and Triton's own launcher.
 
 What they exercise: autograd around kernels, reductions over rows that are no power of two, atomics across programs,
-autotuned kernels with pre-hooks, integers unpacked from words into mma.sync and wgmma.
+autotuned kernels with pre-hooks, integers unpacked from words into mma.sync and wgmma, states that a loop carries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import torch
 from corpus import Case, Check
 
-LIGER, GEMLITE = "liger_kernel", "gemlite"
+LIGER, GEMLITE, FLA = "liger_kernel", "gemlite", "fla"
 
 
 def close(name: str, got: torch.Tensor, want: torch.Tensor, slack: float = 1e-6) -> Check:
@@ -96,7 +96,45 @@ def gemlite_linear(rows: int = 5, inputs: int = 256, outputs: int = 96, group: i
     return [Check("y", layer(x), want.float(), 2 * u / math.sqrt(3), 1.01 * u, bound, "weights and result in fp16")]
 
 
+def gated_delta_rule(tokens: int = 37, heads: int = 2, keys: int = 32, values: int = 48) -> list[Check]:
+    """S decays, k @ S is corrected to v by beta, o = scale q @ S: token by token, from and to a state."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    q, k = (torch.nn.functional.normalize(torch.randn(1, tokens, heads, keys), dim=-1) for _ in "qk")
+    v, start = torch.randn(1, tokens, heads, values), torch.randn(1, heads, keys, values)
+    g, beta = -torch.rand(1, tokens, heads), torch.rand(1, tokens, heads)
+    o, end = fused_recurrent_gated_delta_rule(
+        q, k, v, g=g, beta=beta, scale=0.3, initial_state=start, output_final_state=True
+    )
+    state, want = start[0].double(), torch.empty(1, tokens, heads, values, dtype=torch.float64)
+    for t in range(tokens):
+        state = state * g[0, t].double().exp()[:, None, None]
+        missing = v[0, t].double() - torch.einsum("hk,hkv->hv", k[0, t].double(), state)
+        state = state + torch.einsum("hk,hv->hkv", k[0, t].double(), beta[0, t].double()[:, None] * missing)
+        want[0, t] = 0.3 * torch.einsum("hk,hkv->hv", q[0, t].double(), state)
+    return [close("o", o, want), close("state", end, state[None])]
+
+
+def simple_gla(tokens: int = 45, heads: int = 3, keys: int = 40, values: int = 24) -> list[Check]:
+    """S decays and takes k v; o = scale q @ S. Sizes that are no powers of two."""
+    from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+    q, k = (torch.randn(1, tokens, heads, keys) for _ in "qk")
+    v, g = torch.randn(1, tokens, heads, values), -torch.rand(1, tokens, heads)
+    o, end = fused_recurrent_simple_gla(q, k, v, g=g, scale=0.3, output_final_state=True)
+    state, want = torch.zeros(heads, keys, values, dtype=torch.float64), torch.empty(o.shape, dtype=torch.float64)
+    for t in range(tokens):
+        state = state * g[0, t].double().exp()[:, None, None] + torch.einsum(
+            "hk,hv->hkv", k[0, t].double(), v[0, t].double()
+        )
+        want[0, t] = 0.3 * torch.einsum("hk,hkv->hv", q[0, t].double(), state)
+    return [close("o", o, want), close("state", end, state[None])]
+
+
 CASES = [
+    Case("fla_gated_delta_rule", FLA, gated_delta_rule),
+    Case("fla_gated_delta_rule_sm90", FLA, gated_delta_rule, arch="sm_90a"),
+    Case("fla_simple_gla", FLA, simple_gla),
     Case("liger_rms_norm", LIGER, rms_norm),
     Case("liger_rms_norm_sm90", LIGER, rms_norm, arch="sm_90a"),
     Case("liger_layer_norm", LIGER, layer_norm),

@@ -17,8 +17,10 @@ import csv
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,12 @@ def corpus(names: list[str] | None) -> Iterator[tuple[str, str, dict[str, Any]]]
             yield name, arch, row
 
 
+def without_paths(note: str, checkout: Path) -> str:
+    """A note without the folders of the machine that ran it."""
+    note = note.replace(f"{checkout.resolve()}/", "")
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^\s',]+", "...", note)
+
+
 def all_examples() -> list[Example]:
     """Those of `examples.txt`."""
     lines = (HERE / "examples.txt").read_text().splitlines()
@@ -163,6 +171,7 @@ def examples(
         if names and example.name not in names:
             continue
         row = run_script(example.command(checkout, modes), example.arch, limit)
+        row["note"] = without_paths(row.get("note", ""), checkout)
         kept = {} if modes else {k: before.get(example.name, {}).get(k, "") for k in (*MODES, "replay_commit")}
         if row["result"] != "pass" and example.defect:
             row["note"] = f"{example.defect} [{row['note']}]"

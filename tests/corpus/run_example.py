@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import runpy
 import sys
 import tempfile
@@ -184,7 +185,7 @@ def main() -> None:
         "seconds": round(sum(r.seconds for r in results), 3),
         "launches": len(results),
         "hazards": hazards,
-        "note": " ".join(note.split()),
+        "note": " ".join(re.sub(r"\x1b\[[\d;]*m", "", note).split()),  # without the colours of the DSL's errors
         **(replayed if results else {}),
     }
     print()

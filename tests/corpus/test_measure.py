@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import measure
 import pytest
+import run_example
+import torch
 
 TABLE = measure.HERE.parent.parent / "data" / "emulator" / "examples.csv"
 BEFORE = {"tma_v0": {"race": "same race_shared", "adversarial": "same", "random": "same", "replay_commit": "old"}}
@@ -47,6 +50,22 @@ def test_the_note_says_why_a_script_does_not_pass(monkeypatch: pytest.MonkeyPatc
     example = measure.Example("tma_v0", "script.py", "", defect="slow")
     monkeypatch.setattr(measure, "all_examples", lambda: [example])
     assert measured(monkeypatch, [], dict(seen))["note"] == "slow [more than 1 s]"
+
+
+def test_a_note_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    made, script = f"{tempfile.gettempdir()}/tmp1x/module", f"{tmp_path.resolve()}/examples/a.py"
+    note = measure.without_paths(f"cmake -B '{made}', {script}:61 of tests/b.py", tmp_path)
+    assert note == "cmake -B '...', examples/a.py:61 of tests/b.py"
+
+
+def test_a_script_goes_on_after_a_wrong_result() -> None:
+    failed: list[str] = []
+    close = run_example.listened([], failed)
+    close(torch.ones(2), torch.ones(2))
+    assert failed == []
+    with pytest.raises(AssertionError):
+        close(torch.ones(2), torch.zeros(2))
+    assert run_example.result(failed[0], 1) == "fail"
 
 
 def test_a_script_for_torchrun_names_its_devices() -> None:
