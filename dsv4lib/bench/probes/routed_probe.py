@@ -64,7 +64,7 @@ class NoTokens(TiledMoeGemm):
     """Tokens are not copied."""
 
     @cute.jit
-    def load_tokens(self, mX: cute.Tensor, tile: Tile, step: Int32, target: Int32):
+    def load_tokens(self, mX: cute.Tensor, tile: Tile, rows: cute.Tensor, step: Int32, target: Int32):
         """See `Load.load_tokens`."""
 
 

@@ -37,21 +37,24 @@ def routes():
     return moe_dispatch(experts, scores, count=EXPERTS, align=ROW_STEP, backend="emulator")
 
 
-def layer(mode, backend, expected=3):
-    """(rows of h, rows of y) of the tokens' rows, as numbers."""
+def layer(mode, backend, expected=3, listed=False):
+    """(rows of h, rows of y) of the tokens' rows, as numbers; ``listed``: the first GEMM has a list of them."""
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = routes()
     fp8 = mode == "w4a8_row" or (mode == "w4a8" and not op.many(expected))
     if fp8:
         recipe = "fp8" if op.scale_block(expected, mode) == 128 else "mxfp8"
-        q = quantize(x, recipe, rows=found.rows, swizzled=True, backend="emulator")
+        q = quantize(x, recipe, rows=None if listed else found.rows, swizzled=True, backend="emulator")
         given = Operand(q.codes, q.scales)
     else:
-        given = Operand(x[found.rows.clamp(min=0).long()])
+        given = Operand(x if listed else x[found.rows.clamp(min=0).long()])
     groups = found.offsets[:-1], found.counts
     ones = torch.linspace(0.5, 1.5, EXPERTS)
     common = {"mode": mode, "expected": expected, "groups_ready": mode != "w4a16", "backend": backend}
     first = {"alpha": ones, "alpha_up": ones.flip(0), "routing": found.row_weight, "swiglu": True}
+    second = weights(HIDDEN, WIDTH, mode, 3)
+    if listed:
+        first |= {"rows": found.rows, "following": second.codes}
     h = moe_gemm(
         given,
         weights(2 * WIDTH, HIDDEN, mode, 2),
@@ -60,7 +63,7 @@ def layer(mode, backend, expected=3):
         **first,
         **common,
     )
-    y = moe_gemm(h, weights(HIDDEN, WIDTH, mode, 3), *groups, **common).codes
+    y = moe_gemm(h, second, *groups, **common).codes
     rows = found.row_of.flatten().long()
     return h, y[rows].float(), rows
 
@@ -82,6 +85,16 @@ def test_both_gemms_of_a_layer(mode, expected):
     else:
         torch.testing.assert_close(h.codes[rows], want_h.codes[rows], rtol=2.0**-7, atol=1e-3)
     assert float((y - want_y).norm() / want_y.norm()) < 2.0**-7 and float(want_y.norm()) > 1
+
+
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+@pytest.mark.parametrize("mode", ["w4a8", "w4a16"])
+def test_a_list_of_rows_changes_no_bit(mode, backend):
+    """Tokens are cast once, not once a route; the oracle's and the kernel's, each with itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # hazards
+        (h, y, rows), (listed_h, listed_y, _) = (layer(mode, backend, listed=listed) for listed in (False, True))
+    assert torch.equal(h.codes[rows], listed_h.codes[rows]) and torch.equal(y, listed_y) and y.any()
 
 
 class HastyTokens(TiledMoeGemm):
@@ -142,6 +155,18 @@ def call(**changes):
         ("offsets", {"offsets": torch.tensor([4, 128], dtype=torch.int32)}),
         ("offsets", {"offsets": torch.tensor([0, 0], dtype=torch.int32), "counts": torch.ones(2, dtype=torch.int32)}),
         ("expected", {"expected": -1}),
+        (
+            "rows",
+            {
+                "rows": torch.zeros(256, dtype=torch.int32),
+                "expected": 40,
+                "mode": "w4a8_row",
+                "w": Operand(torch.zeros(2, 1, 1, 4416).byte()),
+            },
+        ),
+        ("rows", {"rows": torch.zeros(256, dtype=torch.int64)}),
+        ("rows", {"rows": torch.zeros(256, dtype=torch.int32), "w": Operand(torch.zeros(2, 64, 128).byte())}),
+        ("offsets", {"rows": torch.zeros(128, dtype=torch.int32), "counts": torch.ones(2, dtype=torch.int32)}),
     ],
 )
 def test_what_is_refused(name, changes):

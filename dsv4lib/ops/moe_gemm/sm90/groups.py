@@ -24,7 +24,7 @@ class Groups(NamedTuple):
     Experts that do not exist are empty.
     """
 
-    ends: cute.Tensor  # int32: tiles of tokens of the experts up to and with this one
+    ends: cute.Tensor  # int32: tiles of the experts up to and with this one
     offsets: cute.Tensor  # int32: first row
     counts: cute.Tensor  # int32: rows
     feature_tiles: Int32
@@ -56,7 +56,7 @@ class Walk(Config):
             offset, count = Int32(0), Int32(0)
             if expert < mCounts.shape[0]:
                 offset, count = mOffsets[expert], mCounts[expert]
-            upto = cute.ceil_div(count, self.tile_n)
+            upto = cute.ceil_div(count, self.tile_n) * groups.feature_tiles
             for j in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(upto, 1 << j, mask_and_clamp=0)
                 upto = upto + cutlass.select_(lane >= 1 << j, other, Int32(0))
@@ -75,25 +75,21 @@ class Walk(Config):
                     upto = upto + cutlass.select_(own > w, sScan[w], Int32(0))
                 groups.ends[expert] = upto
 
-    def tiles(self, groups: Groups) -> Int32:
-        """Count the tiles, when the table is there."""
-        return groups.ends[MAX_EXPERTS - 1] * groups.feature_tiles
-
     @cute.jit
     def tile(self, groups: Groups, index: Int32):
         """Return the tile of a number below the number of tiles.
 
         All lanes of a warp call it.
         """
-        lane, place = cute.arch.lane_idx(), index // groups.feature_tiles  # among tiles of tokens
+        lane = cute.arch.lane_idx()
         last = groups.ends[lane * EXPERTS_A_LANE + (EXPERTS_A_LANE - 1)]
-        first = cute.arch.popc(cute.arch.vote_ballot_sync(last <= place)) * EXPERTS_A_LANE
+        first = cute.arch.popc(cute.arch.vote_ballot_sync(last <= index)) * EXPERTS_A_LANE
         end = groups.ends[first + lane % EXPERTS_A_LANE]
-        before = cute.arch.vote_ballot_sync(end <= place) & (1 << EXPERTS_A_LANE) - 1
+        before = cute.arch.vote_ballot_sync(end <= index) & (1 << EXPERTS_A_LANE) - 1
         expert = first + cute.arch.popc(before)
         count = groups.counts[expert]
         across = cute.ceil_div(count, self.tile_n)
-        inside = index - (groups.ends[expert] - across) * groups.feature_tiles
+        inside = index - (groups.ends[expert] - across * groups.feature_tiles)
         share = cute.ceil_div(cute.ceil_div(count, across), ROW_STEP) * ROW_STEP
         start = inside % across * share
         rows = cutlass.min(count - start, share)

@@ -162,7 +162,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             cute.arch.griddepcontrol_wait()
         self.find_groups(*ranges, groups, storage.scan.get_tensor(cute.make_layout(32)))
         cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
-        total = self.tiles(groups)
+        total = groups.ends[MAX_EXPERTS - 1]
         stages = Stages(
             storage.x.data_ptr().toint(),
             storage.w.data_ptr(),

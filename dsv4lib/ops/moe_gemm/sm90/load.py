@@ -99,7 +99,7 @@ class Load(Walk):
                     stage, parity = Int32(0), parity ^ 1
         cute.arch.griddepcontrol_launch_dependents()  # the next kernel may start where there is room
         if cutlass.const_expr(self.leads):
-            self.fetch_next(sources.following, groups)
+            self.fetch_next(sources.following, groups, total)
 
     @cute.jit
     def load_ahead(self, sources: Sources, groups: Groups, total: Int32, stages: Stages) -> Int32:
@@ -116,18 +116,24 @@ class Load(Walk):
         return ahead
 
     @cute.jit
-    def fetch_next(self, mNext: cute.Tensor, groups: Groups):
+    def fetch_next(self, mNext: cute.Tensor, groups: Groups, total: Int32):
         """Have L2 fetch the weights that the CTA in this one's place asks for first in the next launch."""
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        others = groups._replace(feature_tiles=mNext.shape[1])
+        features = mNext.shape[1]
         steps, size, left = mNext.shape[2], mNext.shape[3], Int32(self.stages)
-        end = cutlass.min(self.tiles(others), block + grid * self.stages)
+        end = cutlass.min(total // groups.feature_tiles * features, block + grid * self.stages)
         for index in cutlass.range(block, end, grid, unroll=1):
             if left > 0:
-                tile, count = self.tile(others, index), cutlass.min(steps, left)
+                expert, count = (
+                    self.tile(groups, index // features * groups.feature_tiles).expert,
+                    cutlass.min(steps, left),
+                )
+                across = cute.ceil_div(groups.counts[expert], self.tile_n)
+                before = groups.ends[expert] // groups.feature_tiles - across  # tiles of tokens of other experts
                 if cute.arch.lane_idx() == 0:
-                    bulk.prefetch_bulk(mNext[tile.expert, tile.feature, 0, None].iterator, count * size)
+                    source = mNext[expert, (index - before * features) // across, 0, None].iterator
+                    bulk.prefetch_bulk(source, count * size)
                 left = left - count
 
     def wait_for_tokens(self) -> None:

@@ -134,7 +134,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         cute.arch.griddepcontrol_wait()
         self.find_groups(*ranges, groups, storage.scan.get_tensor(cute.make_layout(32)))
         cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
-        total = self.tiles(groups)
+        total = groups.ends[MAX_EXPERTS - 1]
         sfx = storage.sfx.data_ptr().toint()
         stages = Stages(storage.x.data_ptr().toint(), storage.w.data_ptr(), sfx, full, empty)
         if warp >= FIRST_LOAD_WARP:
