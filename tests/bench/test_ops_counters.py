@@ -87,6 +87,27 @@ def test_what_is_recorded_is_read_again(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
+def test_the_first_row_of_every_op_is_counted_before_a_second_one():
+    rows = [harness.chosen([op], "")[0][i] for op, i in (("router", 0), ("router", 1), ("rmsnorm", 0), ("rmsnorm", 1))]
+    assert [row.op for row in counters.in_turn(rows)] == ["router", "rmsnorm", "router", "rmsnorm"]
+
+
+def test_rows_that_find_no_time_are_named(capsys):
+    rows = [harness.chosen(["router"], "")[0][0]]
+    counters.calls(rows, ["ours"], seconds=-1)
+    assert capsys.readouterr().out == f"{harness.NO_TIME}router {rows[0].shape}\n"
+
+
+def test_counters_that_the_driver_keeps_to_itself_are_absent_and_no_failure(monkeypatch, capsys):
+    said = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
+    monkeypatch.setattr(counters.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(counters.shutil, "which", lambda name: name)
+    for text, code in ((said, counters.NO_PROFILER), ("==ERROR== other", 1)):
+        done = counters.subprocess.CompletedProcess([], 1, stdout=text, stderr="")
+        monkeypatch.setattr(counters.subprocess, "run", lambda *a, done=done, **k: done)
+        assert counters.main(["--only=router"]) == code and text in capsys.readouterr().out
+
+
 def test_without_a_gpu_nothing_is_counted(capsys):
     assert counters.main([]) == harness.NOTHING_TIMED
     assert "no GPU" in capsys.readouterr().out

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -59,7 +60,8 @@ REASONS = (
     "wait",
 )
 METRICS = (*BYTES.values(), L2, TIME, INSTRUCTIONS, ISSUE, WARPS, *(STALL.format(reason) for reason in REASONS))
-NO_PROFILER = 21  # the exit code where ncu is missing
+NO_PROFILER = 21  # the exit code where ncu is missing, or this user may not read counters
+FORBIDDEN = "ERR_NVGPUCTRPERM"
 
 
 class CounterError(DSV4Error, RuntimeError):
@@ -103,9 +105,23 @@ def command(report: Path, arguments: Sequence[str]) -> list[str]:
     return ["ncu", *flags, "--log-file", str(report), *inner]
 
 
-def calls(rows: Iterable[Row], providers: Sequence[str]) -> None:
-    """Call every provider under the profiler. Of every row, first unseen, then once in a range of its name."""
-    for row in rows:
+def in_turn(rows: Iterable[Row]) -> list[Row]:
+    """Order rows so that the first of every op come first: a limit of time then leaves no op out."""
+    place: dict[str, int] = {}
+    ranks = [(place.setdefault(row.op, 0), place.update({row.op: place[row.op] + 1}), row) for row in rows]
+    return [row for _, _, row in sorted(ranks, key=lambda one: one[0])]
+
+
+def calls(rows: Iterable[Row], providers: Sequence[str], seconds: float = 1e9) -> None:
+    """Call every provider under the profiler. Of every row, first unseen, then once in a range of its name.
+
+    seconds: no row starts later than this; those are named.
+    """
+    start, late = time.perf_counter(), []
+    for row in in_turn(rows):
+        if time.perf_counter() - start > seconds:
+            late.append(f"{row.op} {row.shape}")
+            continue
         given = harness.inputs(row, "cuda")
         for provider in harness.taken(row, providers):
             with suppress(Exception):  # a provider that cannot run is absent here; the bench says why
@@ -116,6 +132,8 @@ def calls(rows: Iterable[Row], providers: Sequence[str]) -> None:
                 with torch.cuda.profiler.profile(), torch.cuda.nvtx.range(name):
                     call()
                     torch.cuda.synchronize()
+    if late:
+        print(f"{harness.NO_TIME}{'; '.join(late)}", flush=True)
 
 
 def parsed(text: str, run: str = "") -> list[Counted]:
@@ -211,8 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        the exit code: 0; 1 where the profiler fails; 2 for bad arguments; `NO_PROFILER` without `ncu`,
-        `harness.NOTHING_TIMED` without a GPU.
+        the exit code: 0; 1 where the profiler fails; 2 for bad arguments; `NO_PROFILER` without `ncu` or the right to
+        read counters, `harness.NOTHING_TIMED` without a GPU.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m dsv4lib.bench.ops.counters", description=__doc__.splitlines()[0])
@@ -220,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="", help="rows whose shape contains this")
     parser.add_argument("--providers", default="ours", help="peers whose name contains one of these; ours always")
     parser.add_argument("--all", action="store_true", help="rows that promise nothing, too")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no row starts later")
     parser.add_argument("--record", type=Path, help=f"write {FILE} into this folder")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)  # under the profiler
     given = parser.parse_args(arguments)
@@ -232,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: cannot be imported: {reason}")
         if given.inner:
             rows = [row for row in rows if given.all or (row.goal, row.copy_goal) != (None, None)]
-            calls(rows, harness.parts(given.providers))
+            calls(rows, harness.parts(given.providers), given.seconds)
             return 0
         if shutil.which("ncu") is None:
             print("no ncu on the path: nothing counted")
@@ -240,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counted = profiled(arguments)
     except CounterError as error:
         print(error)
-        return 1
+        return NO_PROFILER if FORBIDDEN in str(error) else 1
     except DSV4Error as error:
         print(error)
         return 2
@@ -260,9 +279,13 @@ def profiled(arguments: Sequence[str]) -> list[Counted]:
         report = Path(folder) / "report.csv"
         done = subprocess.run(command(report, arguments), capture_output=True, text=True, cwd=env.root())
         text = report.read_text(errors="replace") if report.is_file() else ""
-    if done.returncode:
-        said = (text + done.stdout + done.stderr).strip().splitlines()[-3:]
+    lines = (text + done.stdout + done.stderr).strip().splitlines()
+    if done.returncode or any(FORBIDDEN in line for line in lines):
+        said = [line for line in lines if FORBIDDEN in line][:1] or lines[-3:]
         raise CounterError(f"ncu ends with {done.returncode}: {' / '.join(said)}")
+    for line in lines:
+        if line.startswith(harness.NO_TIME):
+            print(line)
     return parsed(text, f"{datetime.now(UTC):%Y-%m-%d %H:%M} {torch.cuda.get_device_name()}")
 
 

@@ -89,12 +89,12 @@ def run(wish: Wish, console: Console, runs: Path) -> int:
     found = None if wish.fake else _gpu(wish.arch)
     arch = wish.arch or (found.arch if found else "sm_100a")
     every = plan.steps(arch)
-    steps = plan.chosen(every, wish.only)
+    steps = plan.steps(arch, wish.only)
     folder = wish.out or runs / ("day_one_fake" if wish.fake else "day_one") / arch
     folder.mkdir(parents=True, exist_ok=True)
     if wish.fresh:
         runner.fresh(folder)
-    codes = {step.name: runner.code_of(step) for step in every if step.kind == "command"}
+    codes = {step.name: runner.code_of(step) for step in [*every, *steps] if step.kind == "command"}
     path = folder / ARCHIVE
 
     def pack() -> None:

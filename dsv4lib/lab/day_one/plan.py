@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # What a process with its context, a probe in it, a stage and an op's rows took on an H200; the rest are estimates.
 PROCESS_S, PROBE_S, STAGE_S, OP_S, COMPILE_S, COUNTERS_S = 1.0, 0.03, 37.0, 9.0, 60.0, 60.0
 PROBE_LIMIT_S, STAGE_LIMIT_S, OP_LIMIT_S, COMPILE_LIMIT_S, COUNTERS_LIMIT_S = 30.0, 180.0, 120.0, 180.0, 120.0
-ROWS_S = 30  # after which an op starts no further row
+ROWS_S, COUNTED_S = 30, 40  # after which an op starts no further row, and the profiler none
 AHEAD = 12  # processes that compile kernels of ops
 BESIDE = 4  # steps side by side, for the estimate
 HARNESS = "dsv4lib.bench.ops.harness"
@@ -42,6 +42,7 @@ class Step:
         skipped: why it has nothing to run, "" if it has.
         beside: it may run beside others of its kind, as it times nothing. waits: its process, started early, waits
             with all imports done until `dsv4lib.bench.ops.harness.TURN` gives it the GPU.
+        prepares: it runs in every call in which a step that waits will: what it compiles is of one machine.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Step:
     skipped: str = ""
     beside: bool = False
     waits: bool = False
+    prepares: bool = False
 
 
 def seconds(found: Iterable[Step]) -> float:
@@ -76,9 +78,9 @@ def steps(arch: str, only: Iterable[str] = ()) -> list[Step]:
     """
     if arch not in SETS:
         raise ArgumentError("arch", arch, ", ".join(SETS))
-    times = _times(arch)
-    found = [*_probes(arch), *_first_calls(times), *_stages(arch), _counters(), *times]
-    return chosen(found, list(only))
+    found = chosen([*_probes(arch), *_stages(arch), *_times(arch), _counters()], list(only))
+    at = next((i for i, step in enumerate(found) if step.kind == "command" and not step.skipped), len(found))
+    return [*found[:at], *_first_calls(found), *found[at:]]
 
 
 def chosen(found: list[Step], only: list[str]) -> list[Step]:
@@ -177,16 +179,19 @@ def _archs_of(place: str) -> tuple[str, ...]:
     return ()
 
 
-def _first_calls(times: Iterable[Step]) -> Iterator[Step]:
-    """A step that compiles what the others time, so that their time on the GPU goes to rows."""
-    ops = ",".join(step.name.removeprefix("time.") for step in times if not step.skipped)
-    options = (f"--only={ops}", "--providers=none", f"--ahead={AHEAD}", "--first-calls")
+def _first_calls(found: Iterable[Step]) -> list[Step]:
+    """A step that compiles what several others time, so that their time on the GPU goes to rows."""
+    timed = [step.name.removeprefix("time.") for step in found if step.waits]
+    if len(timed) < 2:
+        return []
+    options = (f"--only={','.join(timed)}", "--providers=none", f"--ahead={AHEAD}", "--first-calls")
     about = "first calls of the ops: kernels that later steps time"
     command = (sys.executable, "-m", HARNESS, *options)
-    yield Step("compile", "command", about, COMPILE_S, COMPILE_LIMIT_S, command=command, beside=True)
+    limit = COMPILE_LIMIT_S
+    return [Step("compile", "command", about, COMPILE_S, limit, command=command, beside=True, prepares=True)]
 
 
 def _counters() -> Step:
-    command = (sys.executable, "-m", "dsv4lib.bench.ops.counters", f"--record={OUT}")
+    command = (sys.executable, "-m", "dsv4lib.bench.ops.counters", f"--seconds={COUNTED_S}", f"--record={OUT}")
     about = "bytes, issue slots and stalls of ours, by Nsight Compute"
     return Step("counters", "command", about, COUNTERS_S, COUNTERS_LIMIT_S, command=command)

@@ -81,6 +81,7 @@ class Runner:
     left: list[str] = field(default_factory=list)
     _end: float = math.inf
     _stopped: bool = False
+    _prepare: bool = False
     _calls: set[Call] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _known: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class Runner:
         False if a process that cannot be killed stopped the run.
         """
         self._end, self._stopped = time.monotonic() + self.seconds, False
+        self._prepare = any(step.waits and self._due(step) for step in steps)
         numbers = {step.name: f"[{number}/{len(steps)}] {step.name}" for number, step in enumerate(steps, 1)}
         for beside, group in itertools.groupby(steps, key=lambda step: step.beside):
             if beside:
@@ -242,7 +244,7 @@ class Runner:
         """What a command ended as, if it is not to run again; else ""."""
         folder, code = self.folder / FILES / step.name, code_of(step)
         found = _read(folder / "result.json")
-        if found is None or found.get("code") != code:
+        if found is None or found.get("code") != code or (step.prepares and self._prepare and found["status"] == RAN):
             return ""
         again = found.get("status") in AGAIN and worker.starts(folder / "started", code) < STARTS
         return "" if again else f"{found['status']} before"
@@ -276,6 +278,8 @@ class Runner:
                     status = UNFINISHED
                     worker.uncount(mark, code)
                     self.left.append(step.name)
+                if status == RAN and step.prepares:
+                    worker.uncount(mark, code)
             finally:
                 self._calls.discard(call)
                 try:

@@ -65,7 +65,7 @@ def rows() -> list[Row]:
     return found
 
 
-def _bf16(mode: str, tokens: int) -> bool:
+def tokens_in_bf16(mode: str, tokens: int) -> bool:
     """Tell whether tokens stay bf16: a chunk of prefill does, as mode "mxfp4_mixed" of `layers.experts` has it."""
     return mode == "w4a16" or (mode == "w4a8" and tokens == inputs.PREFILL)
 
@@ -74,7 +74,7 @@ def _row(gemm: Gemm, mode: str, tokens: int) -> Row:
     first, routes = gemm.name == "gate/up", tokens * gemm.k_experts
     active = gemm.experts * (1 - (1 - gemm.k_experts / gemm.experts) ** tokens)
     weight = tile_bytes(mode, step_of(gemm.k)) / (TILE_M * step_of(gemm.k))
-    x_bytes = 2 if _bf16(mode, tokens) else 1 + 1 / BLOCK
+    x_bytes = 2 if tokens_in_bf16(mode, tokens) else 1 + 1 / BLOCK
     out = gemm.n / 2 * x_bytes if first else 2 * gemm.n
 
     def given(generator: torch.Generator) -> Given:
@@ -117,7 +117,7 @@ def _operands(gemm: Gemm, mode: str, tokens: int, generator: torch.Generator) ->
         w[..., end:] = w[..., start:end].unflatten(-1, (TILE_M, -1)).amax((2, 4))[:, :, None]
     x = inputs.normals(generator, tokens, gemm.k)
     order = torch.arange(max_rows(tokens, gemm.k_experts, gemm.experts), device=device) % tokens
-    if _bf16(mode, tokens):
+    if tokens_in_bf16(mode, tokens):
         return {"mode": mode, "w": w, "x": x[order], "x_scales": None}
     block = CHUNK_K if mode == "w4a8_row" else BLOCK
     q = fp8_block.quantize_activation(x, block)

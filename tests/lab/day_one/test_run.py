@@ -81,6 +81,7 @@ def test_kernels_are_compiled_before_they_are_timed_and_nothing_timed_runs_besid
     timed = [step for step in steps if step.name.startswith(("time.", "counters"))]
     assert not any(step.beside for step in timed) and all(step.beside for step in steps[: -len(timed)])
     (compile_step,) = (step for step in steps if step.name == "compile")
+    assert "compile" not in {step.name for step in plan.steps("sm_90a", ["time.topk"])}
     (only,) = (word.removeprefix("--only=") for word in compile_step.command if word.startswith("--only="))
     assert only.split(",") == [name.removeprefix("time.") for name in names if name.startswith("time.")]
     assert "--first-calls" in compile_step.command and names.index("compile") < names.index(timed[0].name)
@@ -401,6 +402,101 @@ def test_commands_with_their_tables_and_failures(tmp_path: Path) -> None:
     assert len(of_moe) == 16 and set(of_moe) <= rows and all(1 < us < 5 for us in of_moe.values())
     code, said = dsv4(f"--read={tmp_path / 'day_one.tar.gz'}")
     assert code == 1 and "time.failed: failed exit code 3: no such op" in said and f"{9.0 / modelled:.2f}" in said
+
+
+WAITING = """
+import os, pathlib, sys, time
+folder, name, seconds = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+turn = os.environ.get("DSV4_BENCH_TURN")
+(folder / f"{name}.imported").touch()
+while turn and not pathlib.Path(turn).exists():
+    time.sleep(0.01)
+others = [path.name for path in folder.glob("*.on_gpu")]
+assert not others, others
+(folder / f"{name}.on_gpu").touch()
+pathlib.Path(sys.argv[4], "rows.csv").write_text("op")
+early = time.monotonic() + 20
+while sys.argv[5] and not (folder / f"{sys.argv[5]}.imported").exists():
+    assert time.monotonic() < early, "the next one was not started early"
+    time.sleep(0.01)
+time.sleep(seconds)
+(folder / f"{name}.on_gpu").unlink()
+"""
+
+
+def waiting(tmp_path: Path, name: str, seconds: float = 0.0, then: str = "", **given: float | bool) -> Step:
+    command = (sys.executable, "-c", WAITING, str(tmp_path), name, str(seconds), plan.OUT, then)
+    return Step(name, "command", name, 1.0, **{"limit_s": 60.0, "waits": True, **given}, command=command)
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {p.parent.name: json.loads(p.read_text())["status"] for p in folder.glob("commands/*/result.json")}
+
+
+def test_the_next_process_is_started_early_and_has_the_gpu_alone(tmp_path: Path) -> None:
+    """Each waits for its turn; one that has a result is not started again."""
+    steps = [waiting(tmp_path, "time.a", 0.1, "time.b"), waiting(tmp_path, "time.b", 0.1, "time.c")]
+    steps += [waiting(tmp_path, "time.c")]
+    assert runner.Runner(tmp_path / "r", tell=lambda line: None).run(steps)
+    assert statuses(tmp_path / "r") == dict.fromkeys(("time.a", "time.b", "time.c"), "ran")
+    for path in tmp_path.glob("*.imported"):
+        path.unlink()
+    assert runner.Runner(tmp_path / "r", tell=lambda line: None).run(steps)
+    assert list(tmp_path.glob("*.imported")) == []
+
+
+def test_a_run_s_time_ends_a_command_keeps_its_tables_and_goes_on(tmp_path: Path) -> None:
+    """What it ended or did not reach is no failure, and runs in the next call; its process does not stay."""
+    steps = [waiting(tmp_path, "time.a"), waiting(tmp_path, "time.b", 600.0), waiting(tmp_path, "time.c")]
+    lines: list[str] = []
+    for _ in range(runner.STARTS + 1):
+        running = runner.Runner(tmp_path / "r", tell=lines.append, seconds=3.0)
+        assert running.run(steps) and running.left == ["time.b", "time.c"]
+        (tmp_path / "time.b.on_gpu").unlink()
+    assert statuses(tmp_path / "r") == {"time.a": "ran", "time.b": "unfinished"}
+    assert "no time left" in lines[-1] and (tmp_path / "r/commands/time.b/rows.csv").exists()
+    running = runner.Runner(tmp_path / "r", tell=lines.append)
+    assert running.run([steps[0], dataclasses.replace(steps[1], limit_s=0.5), steps[2]]) and running.left == []
+    (tmp_path / "time.b.on_gpu").unlink(missing_ok=True)
+    assert statuses(tmp_path / "r")["time.b"] == "hung"
+
+
+def test_what_a_run_s_time_left_is_said_with_a_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The archive is there before the run has ended, with what it has."""
+    path, seen = (
+        tmp_path / "r" / "day_one.tar.gz",
+        f"import pathlib; pathlib.Path({str(tmp_path / 'r')!r}, 'day_one.tar.gz').stat()",
+    )
+    steps = [
+        waiting(tmp_path, "time.a"),
+        Step("time.s", "command", "", 1.0, 60.0, command=(sys.executable, "-c", seen)),
+    ]
+    steps += [waiting(tmp_path, "time.b", 600.0)]
+    monkeypatch.setattr(plan, "steps", lambda arch, only=(): plan.chosen(steps, list(only)))
+    monkeypatch.setattr(gpu, "find", lambda: gpu.Gpu("NVIDIA B200", (10, 0), "13.0"))
+    code, said = dsv4(f"--out={tmp_path / 'r'}", "--minutes=0.07")
+    assert code == 25 and "1 steps left after 0.07 minutes, call again: time.b" in said
+    assert "time.b: unfinished" in said and sorted(archive.read(path).commands) == ["time.a", "time.b", "time.s"]
+
+
+def test_steps_side_by_side_run_together_and_what_prepares_runs_for_each_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that wait for each other's file; after a bare machine took its cache along, kernels are compiled again."""
+    monkeypatch.setattr(runner, "beside_at_once", lambda: 2)
+    code = "import pathlib, sys, time; f = pathlib.Path(sys.argv[1]); (f / sys.argv[2]).touch()\n"
+    code += "end = time.monotonic() + 20\nwhile not (f / sys.argv[3]).exists(): assert time.monotonic() < end"
+    steps = [
+        Step(n, "command", n, 1.0, 60.0, command=(sys.executable, "-c", code, str(tmp_path), n, m), beside=True)
+        for n, m in (("compile", "stage.a"), ("stage.a", "compile"))
+    ]
+    steps[0] = dataclasses.replace(steps[0], prepares=True)
+    first, second = waiting(tmp_path, "time.a"), waiting(tmp_path, "time.b")
+    for more, again in (([first], "ran"), ([first], "ran before"), ([first, second], "ran"), ([second], "ran before")):
+        lines: list[str] = []
+        assert runner.Runner(tmp_path / "r", tell=lines.append).run([*steps, *more])
+        (said,) = (line for line in lines if " compile: " in line)
+        assert f"compile: {again} (" in said
 
 
 def test_failed_commands_are_run_again_while_they_have_starts(tmp_path: Path) -> None:
