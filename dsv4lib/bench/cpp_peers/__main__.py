@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from dsv4lib.bench.cpp_peers import deep_gemm, flash_mla, mega_moe
+from dsv4lib.bench.cpp_peers import deep_gemm, deep_gemm_matmul, flash_mla, flash_mla_dense, mega_moe
 from dsv4lib.bench.cpp_peers.build import CUTLASS
 from dsv4lib.bench.cpp_peers.cases import SCHEDULES, Case, run
 from dsv4lib.bench.peers.table import DATA
@@ -35,7 +35,7 @@ COLUMNS = (
     "lints",
     "schedules",
 )
-CASES = {case.name: case for case in (*flash_mla.CASES, *deep_gemm.CASES, *mega_moe.CASES)}
+CASES = {case.name: case for case in (*flash_mla.CASES, *flash_mla_dense.CASES, *deep_gemm.CASES, *deep_gemm_matmul.CASES, *mega_moe.CASES)}
 
 
 def row(case: Case) -> dict[str, Any]:

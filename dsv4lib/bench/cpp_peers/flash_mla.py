@@ -215,12 +215,12 @@ def decode(sizes: Sizes, entry: Entry) -> list[Output]:
         "d_v": DIM,
         "lse": lse,
         "out": out,
-        **_strides("lse", lse, "b s_q"),
-        **_strides("o", out, "b s_q h_q"),
+        **strides("lse", lse, "b s_q"),
+        **strides("o", out, "b s_q h_q"),
         "lse_accum": lse_accum,
         "o_accum": o_accum,
-        **_strides("lse_accum", lse_accum, "split s_q"),
-        **_strides("o_accum", o_accum, "split s_q h_q"),
+        **strides("lse_accum", lse_accum, "split s_q"),
+        **strides("o_accum", o_accum, "split s_q h_q"),
         **scheduled,
         "attn_sink": sink,
     }
@@ -234,7 +234,7 @@ def decode(sizes: Sizes, entry: Entry) -> list[Output]:
         "sm_scale_div_log2": scale * math.log2(math.e),
         "model_type": 1,
         "q": q,
-        **_strides("q", q, "b s_q h_q"),
+        **strides("q", q, "b s_q h_q"),
         **caches,
         "topk_length": lengths,
     }
@@ -247,7 +247,8 @@ def decode(sizes: Sizes, entry: Entry) -> list[Output]:
     ]
 
 
-def _strides(name: str, tensor: torch.Tensor, dims: str) -> dict[str, int]:
+def strides(name: str, tensor: torch.Tensor, dims: str) -> dict[str, int]:
+    """Fields of the strides of a tensor, in elements, for its first dimensions."""
     return {f"stride_{name}_{dim}": tensor.stride(i) for i, dim in enumerate(dims.split())}
 
 
@@ -289,9 +290,9 @@ def prefill(tokens: int = 3, rows: int = 300, topk: int = 128, heads: int = 64) 
             "indices": indices,
             "attn_sink": sink,
             "topk_length": None,
-            **_strides("q", q, "s_q h_q"),
-            **_strides("kv", kv, "s_kv h_kv"),
-            **_strides("indices", indices, "s_q h_kv"),
+            **strides("q", q, "s_q h_q"),
+            **strides("kv", kv, "s_kv h_kv"),
+            **strides("indices", indices, "s_q h_kv"),
             "out": out,
             "max_logits": largest,
             "lse": lse,

@@ -24,12 +24,22 @@ from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.machine.warp import PC
 
 if TYPE_CHECKING:
+    from dsv4lib.emulator.machine.async_units import AsyncOp
     from dsv4lib.emulator.machine.cta import Cluster, Cta
     from dsv4lib.emulator.machine.warp import Warp
 
 EXIT = "exit"  # kind of the agent that stands for the end of a CTA
 _INIT = "mbarrier.init"
 KIND = "peer_memory_after_exit"
+
+
+def reads_own(clocks: Clocks, earlier: int, op: AsyncOp | None, warp: Warp, cta: Cta) -> bool:
+    """Tell whether a copy reads the memory of its own CTA after the exit: that is async_read_after_exit, not a peer's.
+
+    Args:
+        earlier: entry of the agent that made the earlier access. op: the copy. warp: its issuer. cta: whose memory.
+    """
+    return clocks.kinds[earlier] == EXIT and op is not None and op.reads is cta and warp.cta is cta
 
 
 class Peers:

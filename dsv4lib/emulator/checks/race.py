@@ -26,7 +26,7 @@ from dsv4lib.emulator.checks.flags import CLUSTER, hidden_reads, reach_of, segme
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
 from dsv4lib.emulator.checks.lanes import LaneChecks
 from dsv4lib.emulator.checks.pedantic import TensorFences
-from dsv4lib.emulator.checks.peers import Peers
+from dsv4lib.emulator.checks.peers import Peers, reads_own
 from dsv4lib.emulator.checks.phases import Phases
 from dsv4lib.emulator.checks.products import Products
 from dsv4lib.emulator.checks.proxies import Proxies
@@ -547,15 +547,19 @@ class Detector(Proxies):
         same: bool = False,
     ) -> None:
         clocks, table = cta.cluster.race.clocks, cta.cluster.race.accesses
-        if self._code.discarded(pc, int(table.pc[conflict.earlier]), cells.word(conflict.position)):
+        other, epoch, at = (int(column[conflict.earlier]) for column in (table.entry, table.epoch, table.pc))
+        if reads_own(clocks, other, op, warp, cta) or self._code.discarded(pc, at, cells.word(conflict.position)):
             return
-        other, epoch = int(table.entry[conflict.earlier]), int(table.epoch[conflict.earlier])
         # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
         mine = op is not None and warp is clocks.owners[other]
         kind = kind_of(conflict, memory, clocks, actor.entry if mine else None, (other, epoch), same)
+<<<<<<< HEAD
         if int(table.mask[conflict.earlier]) & THIN:
             kind = "missing_warp_sync"
         key = kind, pc, int(table.pc[conflict.earlier])
+=======
+        key = kind, pc, at
+>>>>>>> 81066c34bd8efa3c34a9f71115d2dbb83fda3eb0
         if key in self._found:
             self._found[key].count += 1
             return
@@ -563,9 +567,9 @@ class Detector(Proxies):
         if lane is not None:
             place = dataclasses.replace(place, lanes=1 << lane)
         owner = self._owner(cta, clocks, other, key[2], int(table.lanes[conflict.earlier]))
-        at = cells.first(conflict.position)
+        where = cells.first(conflict.position)
         message = (
-            f"{conflict.what} in {memory} of {cta}{f' at {at}' if at else ''}: {clocks.name(actor.entry)} is not "
+            f"{conflict.what} in {memory} of {cta}{f' at {where}' if where else ''}: {clocks.name(actor.entry)} is not "
             f"ordered after {clocks.name(other)}"
         )
         found = self.machine.report(kind, message, place, owner=owner, cta=cta.ctaid, order=conflict.what)

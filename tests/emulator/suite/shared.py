@@ -311,6 +311,13 @@ CASES = {
         "cp.async.bulk.commit_group;\n<<||cp.async.bulk.wait_group.read 0;\n>>END:\n",
         schedules=("adversarial",),
     ),
+    "an exit of a CTA of a pair while its own bulk store reads": Case(
+        "async_read_after_exit",
+        "st.shared.b32 [%r1], %r0;\n" + FENCE + "bar.sync 0;\n@!%p4 bra END;\n" + AFTER + STORE
+        + " [%rd4], [%r2], 256; //!\n"
+        "cp.async.bulk.commit_group;\n<<||cp.async.bulk.wait_group.read 0;\n>>END:\n",
+        grid=2, cluster=2, schedules=("adversarial",),
+    ),
     "data ordered by the completion of a copy alone": Case(
         "race_through_completion",
         INIT.format(1, 1) + "setp.eq.u32 %p5, %r0, 32;\n@%p5 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 256;\n"
