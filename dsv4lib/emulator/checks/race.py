@@ -553,13 +553,9 @@ class Detector(Proxies):
         # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
         mine = op is not None and warp is clocks.owners[other]
         kind = kind_of(conflict, memory, clocks, actor.entry if mine else None, (other, epoch), same)
-<<<<<<< HEAD
         if int(table.mask[conflict.earlier]) & THIN:
             kind = "missing_warp_sync"
-        key = kind, pc, int(table.pc[conflict.earlier])
-=======
         key = kind, pc, at
->>>>>>> 81066c34bd8efa3c34a9f71115d2dbb83fda3eb0
         if key in self._found:
             self._found[key].count += 1
             return
