@@ -2,8 +2,8 @@
 
 "All lanes read the buffer, lane 0 gives it back" needs bar.warp.sync in between: the arrival orders only what its lanes
 have done, or know of. What the others have done to shared memory since the warp synchronised last is therefore moved
-past the arrival: its accesses get the epoch that begins with it, so a warp that knows of the arrival alone conflicts with
-them (race.py). The reports are of the kind missing_warp_sync.
+past the arrival. Its accesses get the epoch that begins with it, so a warp that knows of the arrival alone conflicts
+with them (race.py). The reports are of the kind missing_warp_sync.
 
 In doubt this is silent: any instruction for the whole warp on the way from the access to the arrival, by its place in
 the code, counts as synchronisation, as does everything that publishes for the warp; a loop that turns in between, and
