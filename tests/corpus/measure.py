@@ -174,7 +174,7 @@ def examples(
         row["note"] = without_paths(row.get("note", ""), checkout)
         kept = {} if modes else {k: before.get(example.name, {}).get(k, "") for k in (*MODES, "replay_commit")}
         if row["result"] != "pass" and example.defect:
-            row["note"] = f"{example.defect} [{row['note']}]"
+            row["note"] = f"{example.defect} [{row['note']}]" if row["note"] else example.defect
         mark = {"devices": example.devices, "commit": now, "replay_commit": now if modes else ""}
         yield example.name, example.arch, {**mark, **kept, **row}
 

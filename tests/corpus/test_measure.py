@@ -50,6 +50,7 @@ def test_the_note_says_why_a_script_does_not_pass(monkeypatch: pytest.MonkeyPatc
     example = measure.Example("tma_v0", "script.py", "", defect="slow")
     monkeypatch.setattr(measure, "all_examples", lambda: [example])
     assert measured(monkeypatch, [], dict(seen))["note"] == "slow [more than 1 s]"
+    assert measured(monkeypatch, [], {"result": "nothing launched"})["note"] == "slow"
 
 
 def test_a_note_names_no_folder_of_the_machine(tmp_path: Path) -> None:
