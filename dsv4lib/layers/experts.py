@@ -171,7 +171,7 @@ class ExpertStack(torch.nn.Module):
             return moe_gemm(given, w, *groups, expected=expected, **common)
 
         first = {} if groups is None else {"routing": routing, "groups_ready": quantised is None}
-        if self.tiled and None not in (groups, rows) and quantised is None:
+        if self.tiled and groups is not None and rows is not None and quantised is None:
             if gathers(expected, self.product, recipe == "bf16"):
                 # without a cast the launch before is the one that makes the groups
                 first |= {"rows": rows, "groups_ready": recipe != "bf16"}
