@@ -171,9 +171,8 @@ class ExpertStack(torch.nn.Module):
             return moe_gemm(given, w, *groups, expected=expected, **common)
 
         first = {} if groups is None else {"routing": routing, "groups_ready": quantised is None}
-        if self.tiled and groups is not None:
-            first["following"] = self.second_codes
-            if rows is not None and quantised is None and gathers(expected, self.product, recipe == "bf16"):
+        if self.tiled and groups is not None and rows is not None and quantised is None:
+            if gathers(expected, self.product, recipe == "bf16"):
                 # without a cast the launch before is the one that makes the groups
                 first |= {"rows": rows, "groups_ready": recipe != "bf16"}
                 rows = None
