@@ -15,11 +15,12 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ OTHER, MISSING, DAMAGED = "another kernel", "not run", "damaged"
 BAD = (DIFFERS, worker.CRASHED, worker.HUNG, worker.REFUSED, DAMAGED)
 VERDICTS = (SAME, ROUNDS, *BAD, OTHER, MISSING)
 TABLE, ARRAYS = "probes.csv", "probes.npz"
+STAGES, TIMES = "stages.csv", "times.csv"
+OF_TIME = ("_s", "_seconds")
 CARDS = {"sm_100a": "B200", "sm_90a": "H200"}  # whose rates predict times
 
 
@@ -239,6 +242,76 @@ class Recorded:
     max_ulp: int
 
 
+@dataclass(frozen=True)
+class Metric:
+    """What a stage that ran natively said of a metric."""
+
+    stage: str
+    metric: str
+    value: float
+
+
+def metrics(archive: Archive) -> list[Metric]:
+    """Metrics of stages that ran natively and passed, in the archive's order."""
+    found = []
+    for files in archive.commands.values():
+        lines = parsed_list(files.get("records.json", b"[]"))
+        native = [one for one in lines if one.get("verdict") == "passed" and one.get("backend") == "native"]
+        for one in native:
+            numbers = one["metrics"] if isinstance(one.get("metrics"), dict) else {}
+            for name, value in numbers.items():
+                if isinstance(value, int | float) and not name.endswith(OF_TIME):
+                    found.append(Metric(str(one.get("stage")), name, float(value)))
+    return sorted(found, key=lambda one: one.stage)
+
+
+def parsed_list(data: bytes) -> list[Mapping[str, Any]]:
+    """Objects of a JSON list; none if it is no such list."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def metrics_recorded(folder: Path) -> list[Metric]:
+    """Read the metrics of a recording; none if it has none."""
+    if not (folder / STAGES).is_file():
+        return []
+    with (folder / STAGES).open(newline="") as file:
+        return [Metric(line["stage"], line["metric"], float(line["value"])) for line in csv.DictReader(file)]
+
+
+def times_recorded(folder: Path) -> list[Timed]:
+    """Read the times of a recording; none if it has none."""
+    if not (folder / TIMES).is_file():
+        return []
+    with (folder / TIMES).open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    return [
+        Timed(one["op"], one["shape"], float(one["us"]), *(_number(one[name]) for name in ("floor_us", "modelled_us")))
+        for one in lines
+    ]
+
+
+def record_commands(archive: Archive, folder: Path) -> None:
+    """Add metrics of stages and times of ops to a recording. Of what it has of a stage or row the new one stays."""
+    stages = {one.stage for one in metrics(archive)}
+    kept = [one for one in metrics_recorded(folder) if one.stage not in stages] + metrics(archive)
+    rows = {(one.op, one.shape): one for one in [*times_recorded(folder), *times(archive)]}
+    for name, kind, lines in (
+        (STAGES, Metric, sorted(kept, key=lambda one: one.stage)),
+        (TIMES, Timed, sorted(rows.values(), key=lambda one: one.op)),
+    ):
+        with (folder / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(
+                {key: f"{value:.5g}" if isinstance(value, float) else value for key, value in asdict(line).items()}
+                for line in lines
+            )
+
+
 def record(archive: Archive, compared: Iterable[Compared], folder: Path) -> list[Recorded]:
     """Write what a GPU gave as a recording: a line for each probe, and the outputs that differ.
 
@@ -247,7 +320,9 @@ def record(archive: Archive, compared: Iterable[Compared], folder: Path) -> list
     """
     if archive.manifest.get("fake") is not None:
         raise ArchiveError("archive: a fake device made it, which is no GPU to record")
-    return write(archive, compared, folder)
+    lines = write(archive, compared, folder)
+    record_commands(archive, folder)
+    return lines
 
 
 def write(archive: Archive, compared: Iterable[Compared], folder: Path) -> list[Recorded]:

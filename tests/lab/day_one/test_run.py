@@ -404,6 +404,26 @@ def test_commands_with_their_tables_and_failures(tmp_path: Path) -> None:
     assert code == 1 and "time.failed: failed exit code 3: no such op" in said and f"{9.0 / modelled:.2f}" in said
 
 
+def test_a_recording_has_metrics_and_times_and_a_second_archive_adds_its_own(tmp_path: Path) -> None:
+    """Of a stage that failed or ran elsewhere, and of a table that is none, nothing is recorded."""
+
+    def packed(value: float, us: float, **others: str) -> archive.Archive:
+        one = {"stage": "cache", "backend": "native", "verdict": "passed", "metrics": {"leaked": value, "wall_s": 3.0}}
+        files = {"stage.cache": {"records.json": json.dumps([{**one, **others}, 7]).encode()}}
+        table = f"op,shape,floor_us,provider,state,us\nrouter,Pro T 8,1,ours,timed,{us}\n"
+        files["time.router"] = {"rows.csv": table.encode(), "records.json": b"[[["}
+        return archive.Archive({"arch": "sm_90a"}, {}, {}, files)
+
+    reading.record_commands(packed(0.0, 5.0), tmp_path)
+    modelled = reading.times_recorded(tmp_path)[0].modelled_us
+    for change in ({"verdict": "gate_failed"}, {"backend": "emulator"}):
+        reading.record_commands(packed(9.0, 6.0, **change), tmp_path)
+    assert reading.metrics_recorded(tmp_path) == [reading.Metric("cache", "leaked", 0.0)]
+    assert reading.times_recorded(tmp_path) == [reading.Timed("router", "Pro T 8", 6.0, 1.0, modelled)] and modelled > 1
+    reading.record_commands(packed(2.0, 6.0), tmp_path)
+    assert [one.value for one in reading.metrics_recorded(tmp_path)] == [2.0]
+
+
 WAITING = """
 import os, pathlib, sys, time
 folder, name, seconds = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
