@@ -153,5 +153,5 @@ def show_method(
     text = "\n".join([title, *(f"{mark} {line}".rstrip() for mark, line in marked)])
     body = "".join(f'<div style="{_LOOK[mark]}">{html.escape(f"{mark} {line}") or " "}</div>' for mark, line in marked)
     head = f'<div style="color:{MUTED}">{html.escape(title)}</div>'
-    page = f'{head}<pre style="line-height:1.35;white-space:pre-wrap">{body}</pre>'
+    page = f'{head}<pre style="line-height:1.35;white-space:pre;width:max-content;min-width:100%">{body}</pre>'
     display({"text/html": page, "text/plain": text}, raw=True)

@@ -118,9 +118,10 @@ def small_multiples(panels: Sequence[tuple[str, Figure | None, str]], columns: i
 
     pictures = [None if f is None else matplotlib.image.imread(io.BytesIO(to_png(f, dpi=sharp))) for _, f, _ in panels]
     rows = -(-len(panels) // columns)
-    ratio = max((p.shape[0] / p.shape[1] for p in pictures if p is not None), default=0.4)
-    page = new_figure(height=rows * (WIDTH / columns * ratio + 0.5))
-    axes = page.subplots(rows, columns, squeeze=False).ravel()
+    ratios = [0.08 if p is None else p.shape[0] / p.shape[1] for p in pictures]  # a reason is a line or two
+    heights = [WIDTH / columns * max(ratios[i * columns : (i + 1) * columns]) + 0.5 for i in range(rows)]
+    page = new_figure(height=sum(heights))
+    axes = page.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel()
     for ax in axes:
         ax.axis("off")
     for ax, picture, (state, _, line) in zip(axes, pictures, panels, strict=False):

@@ -58,9 +58,11 @@ def test_each_page_of_a_kernel_shows_its_methods_and_what_changed(tmp_path: Path
     assert compared(tmp_path / "page.ipynb") == [False, True] and not compared(PAGES[0])
 
 
-def test_the_first_half_of_the_tour_has_something_to_do_on_each_page() -> None:
-    for path in (path for path in PAGES if path.stem[:2] <= "41"):
+def test_each_page_has_something_to_do_and_says_what_was_learned(tmp_path: Path) -> None:
+    for path in PAGES:
         assert turns.of_notebook(path), path.name
+        assert any("## What you learned" in source for source in glossary.prose(path)), path.name
+    assert not turns.of_notebook(write(tmp_path / "page.ipynb", "## 1. See", "Nothing to do."))
 
 
 @pytest.mark.parametrize(
