@@ -5,13 +5,15 @@ All but Volta's m8n8k4 f16 and mma.sp of kind::mx*. Sparse A is multiplied with 
 Synchronous: the result is there when the instruction is done. On sm_90 floats are added as Hopper does, bit for bit
 (hopper_sums.py; only the fp8 forms with K = 16 or f16 accumulators have not been compared). Elsewhere products are
 exact, they and the accumulator are added in float64, in the same order wherever an element stands in the tile, and
-the sum is rounded once; fp64 is a chain of fused multiply-adds everywhere. Integers are exact. Only rounding to nearest
-is implemented for fp64.
+the sum is rounded once (dense 16-bit and tf32 forms with float32 results: native/warp_mma.py); fp64 is a chain of
+fused multiply-adds everywhere. Integers are exact. Only rounding to nearest is implemented for fp64.
 
 Source: PTX ISA, "mma" and "Block Scaling for mma.sync".
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,8 +21,9 @@ from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.machine.warp import Warp
+from dsv4lib.emulator.native import warp_mma
 from dsv4lib.emulator.native.abi import FULL_MASK, LANES
-from dsv4lib.emulator.ptx.ir import Instr, Operand, Vector
+from dsv4lib.emulator.ptx.ir import Instr, Operand, Reg, Vector
 from dsv4lib.emulator.units.fragments import (
     accumulator,
     columns_of_b,
@@ -39,6 +42,10 @@ _SPARSE = "mma.<sp:sp|sp::ordered_metadata>.sync.aligned."
 _ORDERED = "mma.<sp:sp::ordered_metadata>.sync.aligned."
 _F8 = "e4m3|e5m2"
 _F8F6F4 = "e4m3|e5m2|e3m2|e2m3|e2m1"
+
+# What a program keeps: the native function of an instruction and the offsets of its registers, by its identity.
+_KEPT = "native mma.sync"
+Known = dict[int, tuple[Instr, Callable[[int, int], int] | None, np.ndarray, int]]
 
 
 def _items(operand: Operand) -> tuple[Operand, ...]:
@@ -80,6 +87,37 @@ def _accumulator(warp: Warp, instr: Instr, rows: int, fmt: str) -> np.ndarray:
 
 def _write(warp: Warp, instr: Instr, result: np.ndarray, fmt: str) -> None:
     write_rows(warp, instr, _items(instr.operands[0]), registers_of(result, fmt))
+
+
+def _multiplied(warp: Warp, instr: Instr, form: Form) -> bool:
+    """Multiply in native code. False if this form, or one with such operands, has none."""
+    known: Known = warp.program.kept.setdefault(_KEPT, {})
+    found = known.get(id(instr))
+    if found is None or found[0] is not instr:
+        found = known[id(instr)] = (instr, *_native(warp, instr, form))
+    _, function, _, offsets = found
+    if function is None:
+        return False
+    function(warp.context_address, offsets)
+    return True
+
+
+def _native(warp: Warp, instr: Instr, form: Form) -> tuple[Callable[[int, int], int] | None, np.ndarray, int]:
+    """Native function, offsets of all registers, and their address; no function unless all are registers of 32 bits."""
+    kind, program, k = form.get("a"), warp.program, int(form.get("k"))
+    blocks = k * (4 if kind == "tf32" else 2) // 16
+    d, a, b, c = (_items(operand) for operand in instr.operands[:4])
+    items = [*a, *b, *c, *d]
+    fits = [len(x) for x in (a, b, c, d)] == [2 * blocks, blocks, 4, 4]
+    if fits and form.get("d") == "f32" and kind in ("f16", "bf16", "tf32") and not form.has("sp") and not _hopper(warp):
+        if all(isinstance(item, Reg) and program.bits[item.index] == 32 for item in items):
+            offsets = np.array([program.offset[item.index] for item in items], np.int64)
+            return warp_mma.multiply(kind, k), offsets, offsets.ctypes.data
+    return None, np.empty(0, np.int64), 0
+
+
+def _hopper(warp: Warp) -> bool:
+    return str(warp.cta.machine.arch).startswith("sm_90")
 
 
 def _float_result(a: np.ndarray, b: np.ndarray, c: np.ndarray, form: Form, hopper: bool) -> np.ndarray:
@@ -127,10 +165,12 @@ def mma_float(warp: Warp, instr: Instr, form: Form) -> None:
     ``mma.sync d, a, b, c{, metadata, selector}``; 4- and 6-bit types sit in bytes.
     """
     _check_lanes(warp, instr)
+    if _multiplied(warp, instr, form):
+        return
     width = {"f16": 2, "bf16": 2, "tf32": 4}.get(form.get("a"), 1)
     a, b = _operands(warp, instr, form, 16, width * int(form.get("k")))
     c = _accumulator(warp, instr, 16, form.get("d"))
-    hopper = str(warp.cta.machine.arch).startswith("sm_90") and "kind::" not in form.opcode
+    hopper = _hopper(warp) and "kind::" not in form.opcode
     result = _float_result(decode(a, form.get("a")), decode(b, form.get("b")), c, form, hopper)
     _write(warp, instr, result, form.get("d"))
 

@@ -61,6 +61,7 @@ class Bench:
             for w in range(warps):
                 ctx, regs = np.zeros(1, abi.CONTEXT)[0:1], np.zeros(top + 64, np.uint8)
                 regs = regs[-regs.ctypes.data % 64 :][:top]
+                ctx["regs"] = regs.ctypes.data
                 warp = Warp(cta, w, self.program, rank * warps + w, ctx, regs)
                 warp.words[MASK] = abi.FULL_MASK
                 cta.warps.append(warp)
