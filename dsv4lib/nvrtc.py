@@ -25,6 +25,11 @@ MAX_BYTES = 1 << 24  # of a source file
 FLAGS = ("-lineinfo", "--std=c++17")
 _START = 1 << 16
 _INCLUDE = re.compile(r"""^\s*#\s*include\s*[<"]([^">]+)[">]""", re.MULTILINE)
+_MISSING = re.compile(r'cannot open source file "[a-z_]+"')  # of the C++ library: NVRTC has none of it
+_HOST = (
+    "\nNVRTC compiles device code alone and has no headers of the host. If the file has host code, let nvcc make its"
+    "\nPTX, and give that: nvcc -ptx -lineinfo -arch=sm_{0} -o {1}.ptx {2}"
+)
 _ARCH = re.compile(r"sm_(\d{2,3}[af]?)")
 
 
@@ -203,7 +208,8 @@ def compile_text(
         code = nvrtc.nvrtcCompileProgram(program, len(raw), (ctypes.c_char_p * len(raw))(*raw))
         if code:
             log = _bytes(nvrtc, "nvrtcGetProgramLog", program).split(b"\0")[0].decode(errors="replace")
-            raise CompileError(f"NVRTC refuses {path.name}:\n{log.strip() or f'error {code}'}")
+            advice = _HOST.format(target[1], path.stem, path.name) if _MISSING.search(log) else ""
+            raise CompileError(f"NVRTC refuses {path.name}:\n{log.strip() or f'error {code}'}{advice}")
         ptx = _bytes(nvrtc, "nvrtcGetPTX", program).rstrip(b"\0").decode(errors="replace")
         return Output(ptx, _bytes(nvrtc, "nvrtcGetCUBIN", program) if cubin else b"")
     finally:

@@ -123,6 +123,16 @@ def test_mistakes_are_named(kernel, tmp_path):
         compile_cpp(with_(edits=(Edit("a + d", "a +"),)), "sm_90a")
 
 
+def test_a_file_with_host_code_is_one_for_nvcc(kernel, tmp_path):
+    """The advice is for headers of the C++ library alone: another one may be a wrong folder."""
+    path = tmp_path / "program.cu"
+    for header, advice in (("iostream", True), ("kittens.cuh", False)):
+        path.write_text(f"#include <{header}>\n__global__ void kernel() {{}}\n")
+        with pytest.raises(nvrtc.CompileError, match=f'source file "{header}"') as refused:
+            nvrtc.compile_file(path, "sm_90a")
+        assert ("nvcc -ptx -lineinfo -arch=sm_90a -o program.ptx program.cu" in str(refused.value)) == advice
+
+
 def test_an_injected_fault_changes_the_code(kernel):
     broken = CppKernel(**{**vars(kernel), "edits": (Edit("  wait_for_predecessor();\n", ""),)})
     whole, less = (compile_cpp(one, "sm_90a").ptx for one in (kernel, broken))

@@ -389,6 +389,7 @@ _ERRORS = {
     "deep_gemm_fp8": frozenset({"barrier_phase_mixed"}),
     "deep_gemm_fp8_contiguous": frozenset({"uninitialised_smem"}),
     "deep_gemm_fp8_masked": frozenset({"uninitialised_smem"}),
+    "deep_gemm_fp8_add": frozenset({"barrier_phase_mixed"}),
     "deep_gemm_fp8_k_groups": frozenset({"descriptor_modified"}),
     "deep_gemm_bf16": frozenset({"barrier_phase_mixed"}),
     "deep_gemm_fp8_sm100": _PAIRS,

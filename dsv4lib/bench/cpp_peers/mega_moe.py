@@ -240,7 +240,7 @@ def run(sizes: Sizes) -> list[Output]:
 
 
 # What the kernel is known to show; see data/emulator/findings.md.
-ERRORS = frozenset({"race_shared", "peer_memory_after_exit"})
+ERRORS = frozenset({"race_shared"})
 LINTS = frozenset({"missing_proxy_fence_global", "tmem_lane_quarter", "async_read_after_exit"})
 
 CASES = [
