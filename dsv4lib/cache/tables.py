@@ -94,7 +94,8 @@ class Tables:
             else:
                 self._field(f"slots.{g.name}", (parts, tokens), -1)
                 self._field(f"blocks.{g.name}", (parts, requests, self.width(g)), -1)
-        self.device = torch.empty(self.size, dtype=torch.int32, device=device)
+        # Negative before the first step: no request, no slot and no key, so that a graph may be captured by then.
+        self.device = torch.full((self.size,), -1, dtype=torch.int32, device=device)
         self.stagings = [Staging(self.size, self.device.device) for _ in range(BUFFERS)]
         self.turn = 0
 

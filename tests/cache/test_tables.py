@@ -167,3 +167,10 @@ def test_tables_start_on_16_bytes(rows):
     """Of any number of requests and tokens: kernels refuse a plan that does not."""
     made = Tables(caches.paged().manager, rows, 2 * rows + 1, 64)
     assert {name: made[name].data_ptr() % 16 for name in made.fields} == dict.fromkeys(made.fields, 0)
+
+
+def test_before_the_first_step_tables_name_nothing(monkeypatch):
+    """A graph may be captured with them: memory that somebody used before is overwritten."""
+    monkeypatch.setattr(torch, "empty", lambda *size, **given: torch.full(size, 2**20, **given))
+    made = Tables(caches.paged().manager, 2, 16, 32)
+    assert made.size and all(bool((made[name] < 0).all()) for name in made.fields)
