@@ -204,7 +204,7 @@ def _entries(pages, slots):
     """Decode entries of pages as FlashMLA addresses them; a slot of -1 is none."""
     count, page, one, size = pages.shape
     assert (one, size) == (1, kv_entry.LAYOUT.entry_bytes) and pages.stride()[1:3] == (size, size)
-    flat = torch.as_strided(pages, (count, pages.stride(0)), (pages.stride(0), 1))  # padding behind the entries, too
+    flat = torch.as_strided(pages, (count, pages.stride(0)), (pages.stride(0), 1))  # padding after the entries, too
     return kv_entry.gather(flat, page, slots[slots >= 0].long())[0]
 
 

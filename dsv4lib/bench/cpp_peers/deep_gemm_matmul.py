@@ -157,9 +157,8 @@ class Kernel:
         names = [one.split("p.")[1] for one in before]
         fields = (*names, "m", "n", "k", *maps, "smem")
         threads = 256 if self.sm100 or self.block_m <= 64 else 384
-        arguments = ", ".join(
-            [*before, *(f"(uint32_t)p.{size}" for size in "mnk"), *(f"*(const cute::TmaDescriptor*)p.{m}" for m in maps)]
-        )
+        tensors = [f"*(const cute::TmaDescriptor*)p.{name}" for name in maps]
+        arguments = ", ".join([*before, *(f"(uint32_t)p.{size}" for size in "mnk"), *tensors])
         record = "struct Call { " + " ".join(f"unsigned long long {field};" for field in fields) + " };"
         launch = f"""inline void launch(const Call& p) {{
     auto kernel = &{self.name}_impl<{self.template()}>;
@@ -216,7 +215,7 @@ class Given(NamedTuple):
 
     Attributes:
         a, b: [rows, K], rows of all groups one after the other. fa, fb: their scales, None in bf16.
-        layout: of groups, None without. group: of each row of A, -1 a row that no one computes.
+        layout: of groups, None without. group: of each row of A, -1 a row that no group has.
     """
 
     a: torch.Tensor
@@ -253,7 +252,7 @@ def operands(kernel: Kernel, counts: tuple[int, ...]) -> Given:
 
 
 def _want(given: Given, groups: int) -> torch.Tensor:
-    """fp64, rows that no one computes are 0."""
+    """fp64, 0 in rows that no group has."""
     a, b = given.a.double(), given.b.double()
     a, b = (a * given.fa.of, b * given.fb.of) if given.fa and given.fb else (a, b)
     out = torch.zeros(len(a), len(b) // groups, dtype=torch.float64)
@@ -291,20 +290,20 @@ def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
     start = torch.randn(len(given.a), kernel.shape.n) if adds else torch.full((len(given.a), kernel.shape.n), torch.nan)
     d = start.clone().to(kernel.out)
     maps = _maps(kernel, given, d)
+    m = kernel.shape.m if kernel.kind == "MGroupedMasked" else len(d)
     values = {
         "layout": given.layout,
         "factors": None if given.fb is None else given.fb.given,
         "a": None,
         "b": None,
         "buffer": None,
-        **dict(zip("mnk", (kernel.shape.m if kernel.kind == "MGroupedMasked" else len(d), *kernel.shape[1:]))),
+        **dict(zip("mnk", (m, *kernel.shape[1:]), strict=True)),
         **{name: one.bytes(sm100=kernel.sm100) for name, one in maps.items()},
         "smem": kernel.memory()[1],
     }
     entry = kernel.entry()
-    library(entry)(
-        {name: values[name] for name in entry.fields}, also=[d, given.a, given.b, *(one.tensor for one in maps.values())]
-    )
+    tensors = [d, given.a, given.b, *(one.tensor for one in maps.values())]
+    library(entry)({name: values[name] for name in entry.fields}, also=tensors)
     rows = given.group >= 0
     want = _want(given, kernel.groups)[rows] + (start[rows].double() if adds else 0)
     bound, reason = (2**-11, FP8_SUMS) if adds else (2**-8, TO_BF16)
@@ -333,7 +332,7 @@ def product_by_k(kernel: Kernel, ks: tuple[int, ...]) -> list[Output]:
         "a": a,
         "b": b,
         "buffer": torch.zeros(SMS * 2 * 128, dtype=torch.uint8),
-        **dict(zip("mnk", (m, n, sum(ks)))),
+        **dict(zip("mnk", (m, n, sum(ks)), strict=True)),
         **{name: one.bytes(sm100=False) for name, one in maps.items()},
         "smem": kernel.memory()[1],
     }
