@@ -35,7 +35,10 @@ COLUMNS = (
     "lints",
     "schedules",
 )
-CASES = {case.name: case for case in (*flash_mla.CASES, *flash_mla_dense.CASES, *deep_gemm.CASES, *deep_gemm_matmul.CASES, *mega_moe.CASES)}
+CASES = {
+    case.name: case
+    for case in (*flash_mla.CASES, *flash_mla_dense.CASES, *deep_gemm.CASES, *deep_gemm_matmul.CASES, *mega_moe.CASES)
+}
 
 
 def row(case: Case) -> dict[str, Any]:

@@ -158,7 +158,11 @@ class Kernel:
         fields = (*names, "m", "n", "k", *maps, "smem")
         threads = 256 if self.sm100 or self.block_m <= 64 else 384
         arguments = ", ".join(
-            [*before, *(f"(uint32_t)p.{size}" for size in "mnk"), *(f"*(const cute::TmaDescriptor*)p.{m}" for m in maps)]
+            [
+                *before,
+                *(f"(uint32_t)p.{size}" for size in "mnk"),
+                *(f"*(const cute::TmaDescriptor*)p.{m}" for m in maps),
+            ]
         )
         record = "struct Call { " + " ".join(f"unsigned long long {field};" for field in fields) + " };"
         launch = f"""inline void launch(const Call& p) {{
@@ -216,7 +220,7 @@ class Given(NamedTuple):
 
     Attributes:
         a, b: [rows, K], rows of all groups one after the other. fa, fb: their scales, None in bf16.
-        layout: of groups, None without. group: of each row of A, -1 a row that no one computes.
+        layout: of groups, None without. group: of each row of A, -1 a row of none.
     """
 
     a: torch.Tensor
@@ -253,7 +257,7 @@ def operands(kernel: Kernel, counts: tuple[int, ...]) -> Given:
 
 
 def _want(given: Given, groups: int) -> torch.Tensor:
-    """fp64, rows that no one computes are 0."""
+    """fp64, rows that belong to no group are 0."""
     a, b = given.a.double(), given.b.double()
     a, b = (a * given.fa.of, b * given.fb.of) if given.fa and given.fb else (a, b)
     out = torch.zeros(len(a), len(b) // groups, dtype=torch.float64)
@@ -303,7 +307,8 @@ def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
     }
     entry = kernel.entry()
     library(entry)(
-        {name: values[name] for name in entry.fields}, also=[d, given.a, given.b, *(one.tensor for one in maps.values())]
+        {name: values[name] for name in entry.fields},
+        also=[d, given.a, given.b, *(one.tensor for one in maps.values())],
     )
     rows = given.group >= 0
     want = _want(given, kernel.groups)[rows] + (start[rows].double() if adds else 0)
