@@ -301,7 +301,9 @@ def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
         "a": None,
         "b": None,
         "buffer": None,
-        **dict(zip("mnk", (kernel.shape.m if kernel.kind == "MGroupedMasked" else len(d), *kernel.shape[1:]))),
+        **dict(
+            zip("mnk", (kernel.shape.m if kernel.kind == "MGroupedMasked" else len(d), *kernel.shape[1:]), strict=True)
+        ),
         **{name: one.bytes(sm100=kernel.sm100) for name, one in maps.items()},
         "smem": kernel.memory()[1],
     }
@@ -338,7 +340,7 @@ def product_by_k(kernel: Kernel, ks: tuple[int, ...]) -> list[Output]:
         "a": a,
         "b": b,
         "buffer": torch.zeros(SMS * 2 * 128, dtype=torch.uint8),
-        **dict(zip("mnk", (m, n, sum(ks)))),
+        **dict(zip("mnk", (m, n, sum(ks)), strict=True)),
         **{name: one.bytes(sm100=False) for name, one in maps.items()},
         "smem": kernel.memory()[1],
     }
