@@ -35,8 +35,10 @@ COLUMNS = (
     "lints",
     "schedules",
 )
-MODULES = flash_mla, flash_mla_dense, deep_gemm, deep_gemm_matmul, mega_moe
-CASES = {case.name: case for module in MODULES for case in module.CASES}
+CASES = {
+    case.name: case
+    for case in (*flash_mla.CASES, *flash_mla_dense.CASES, *deep_gemm.CASES, *deep_gemm_matmul.CASES, *mega_moe.CASES)
+}
 
 
 def row(case: Case) -> dict[str, Any]:

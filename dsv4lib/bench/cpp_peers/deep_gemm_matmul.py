@@ -157,8 +157,13 @@ class Kernel:
         names = [one.split("p.")[1] for one in before]
         fields = (*names, "m", "n", "k", *maps, "smem")
         threads = 256 if self.sm100 or self.block_m <= 64 else 384
-        tensors = [f"*(const cute::TmaDescriptor*)p.{name}" for name in maps]
-        arguments = ", ".join([*before, *(f"(uint32_t)p.{size}" for size in "mnk"), *tensors])
+        arguments = ", ".join(
+            [
+                *before,
+                *(f"(uint32_t)p.{size}" for size in "mnk"),
+                *(f"*(const cute::TmaDescriptor*)p.{m}" for m in maps),
+            ]
+        )
         record = "struct Call { " + " ".join(f"unsigned long long {field};" for field in fields) + " };"
         launch = f"""inline void launch(const Call& p) {{
     auto kernel = &{self.name}_impl<{self.template()}>;
@@ -215,7 +220,7 @@ class Given(NamedTuple):
 
     Attributes:
         a, b: [rows, K], rows of all groups one after the other. fa, fb: their scales, None in bf16.
-        layout: of groups, None without. group: of each row of A, -1 a row that no group has.
+        layout: of groups, None without. group: of each row of A, -1 a row of none.
     """
 
     a: torch.Tensor
@@ -252,7 +257,7 @@ def operands(kernel: Kernel, counts: tuple[int, ...]) -> Given:
 
 
 def _want(given: Given, groups: int) -> torch.Tensor:
-    """fp64, 0 in rows that no group has."""
+    """fp64, rows that belong to no group are 0."""
     a, b = given.a.double(), given.b.double()
     a, b = (a * given.fa.of, b * given.fb.of) if given.fa and given.fb else (a, b)
     out = torch.zeros(len(a), len(b) // groups, dtype=torch.float64)
@@ -290,20 +295,23 @@ def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
     start = torch.randn(len(given.a), kernel.shape.n) if adds else torch.full((len(given.a), kernel.shape.n), torch.nan)
     d = start.clone().to(kernel.out)
     maps = _maps(kernel, given, d)
-    m = kernel.shape.m if kernel.kind == "MGroupedMasked" else len(d)
     values = {
         "layout": given.layout,
         "factors": None if given.fb is None else given.fb.given,
         "a": None,
         "b": None,
         "buffer": None,
-        **dict(zip("mnk", (m, *kernel.shape[1:]), strict=True)),
+        **dict(
+            zip("mnk", (kernel.shape.m if kernel.kind == "MGroupedMasked" else len(d), *kernel.shape[1:]), strict=True)
+        ),
         **{name: one.bytes(sm100=kernel.sm100) for name, one in maps.items()},
         "smem": kernel.memory()[1],
     }
     entry = kernel.entry()
-    tensors = [d, given.a, given.b, *(one.tensor for one in maps.values())]
-    library(entry)({name: values[name] for name in entry.fields}, also=tensors)
+    library(entry)(
+        {name: values[name] for name in entry.fields},
+        also=[d, given.a, given.b, *(one.tensor for one in maps.values())],
+    )
     rows = given.group >= 0
     want = _want(given, kernel.groups)[rows] + (start[rows].double() if adds else 0)
     bound, reason = (2**-11, FP8_SUMS) if adds else (2**-8, TO_BF16)
