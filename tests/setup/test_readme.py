@@ -81,5 +81,5 @@ def test_the_three_findings_are_rows_of_the_table():
         )
         assert all(word in told for word in seen.split()), (seen, told)
         assert (ROOT / "data/emulator/findings" / f"{fits[0].reproduction}.toml").is_file()
-    known = catalogue.reproductions()["row_max_exchange"]
+    known = catalogue.reproductions()["sum_over_unread_maximum"]
     assert known.description().relative_to(ROOT).as_posix() in screen and "race_shared" in known.kinds
