@@ -45,11 +45,3 @@ def store_bulk(target: Int64, smem: Int32, size: Int32, *, loc: Any = None, ip: 
     """
     text = "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"
     cute.arch.inline_ptx(text, read_only_args=[target, smem, size], loc=loc, ip=ip)
-
-
-@dsl_user_op
-def prefetch_bulk(source: cute.Pointer | Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Have L2 fetch ``size`` bytes of global memory, a multiple of 16."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, size], loc=loc, ip=ip
-    )

@@ -210,16 +210,9 @@ def _attention() -> dict[tuple[str, str], float]:
 
 
 def _gemms(card: Gpu) -> dict[tuple[str, str], float]:
-    from dsv4lib.ops.moe_gemm import bench
-    from dsv4lib.predict.moe_hopper import Product, modelled_us
+    from dsv4lib.bench.ops import modelled  # it needs the DSL
 
-    found = {}
-    for row in bench.rows():
-        model, gemm, mode, _, tokens = row.shape.split()
-        bf16 = bench.tokens_in_bf16(mode, int(tokens))
-        product = Product(model, gemm == "gate/up", mode, int(tokens), bf16, row.bytes)
-        found[row.op, row.shape] = modelled_us(product, card)
-    return found
+    return modelled.gemms_us(card)
 
 
 # --- recordings -----------------------------------------------------------------------------------------------------

@@ -66,7 +66,6 @@ def moe_gemm(
     limit: float = 10.0,
     expected: int | None = None,
     groups_ready: bool = False,
-    following: Tensor | None = None,
     rows: Tensor | None = None,
     out: Operand | Pair | None = None,
     backend: str = "auto",
@@ -89,8 +88,6 @@ def moe_gemm(
         expected: tokens of a group on average, a number of the host that chooses the tile: T k / E, up; None: R / E.
         groups_ready: offsets, counts and factors were written before the launch that comes just before this one, so
             that a kernel of tiled weights may read them, and weights, while that one ends.
-        following: weights of the launch that comes next, with the same groups: a kernel of tiled weights may have L2
-            fetch those that are read first.
         rows: int32 [R], where w is tiled and tokens of a group are few (`sm90.op.gathers`): row r of the groups is row
             ``rows[r]`` of x [T, K]; None: x has the rows of the groups.
         out: written; None: new, rows without a token are not initialised.
@@ -116,7 +113,7 @@ def moe_gemm(
     if tiled:
         factors = {"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global, "limit": limit}
         rest = {"mode": mode, "swiglu": swiglu, "out_format": out_format, "expected": expected}
-        rest |= {"groups_ready": groups_ready, "following": following, "rows": rows, "backend": backend}
+        rest |= {"groups_ready": groups_ready, "rows": rows, "backend": backend}
         return hopper.multiply(x, w, offsets, counts, out=out, **factors, **rest)
     if rows is not None:
         raise ArgumentError("rows", "given", "None, where w is not tiled")

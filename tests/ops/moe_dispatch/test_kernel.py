@@ -7,6 +7,8 @@ import torch
 
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
+from dsv4lib.emulator.ptx.dependent import ahead_of_wait, touches_global
+from dsv4lib.emulator.ptx.parse import parse
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.moe_combine import arguments as combine_arguments
 from dsv4lib.ops.moe_combine.kernel import MoeCombine
@@ -173,6 +175,14 @@ def test_all_schedules_give_the_same_bits(arch):
         first = first or (found, out)
         same(found, first[0])
         assert torch.equal(out, first[1])
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(MoeDispatch, (40, 5)), (MoeCombine, (6, False, False))])
+def test_nothing_is_touched_before_the_kernel_before_is_done(kind, settings):
+    """It may have written all that is read, and may still read what is written."""
+    (kernel,) = parse(compiled(kind, settings, "sm_90a")[1].ptx).kernels.values()
+    assert any(touches_global(instr.opcode) for instr in kernel.instructions)
+    assert not [instr.text for instr in ahead_of_wait(kernel)]
 
 
 # ------------------------------------------------------------------- combine

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from dsv4lib.emulator.units import bulk
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import e2m1, mxfp4
 from dsv4lib.ops.moe_gemm.sm90 import layout
@@ -202,31 +201,6 @@ def test_tiles_of_tokens_give_the_same_bits():
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("grid", [3, 40], ids=["tiles for all", "more CTAs than tiles"])
-def test_weights_of_the_next_launch_are_fetched(grid, monkeypatch):
-    """Those of the tiles that each CTA has first, as many as its ring of stages holds, and no others."""
-    options = {**L1, "out": "mxfp8", **NARROW, "leads": True}
-    kernel = TiledMoeGemm(**options)
-    made = case(kernel, [3, 0, 1, 9], 128, 384)
-    _, features, steps, size = made.call.following.shape
-    order = [(e, f) for e, tiles in ((0, 1), (2, 1), (3, 2)) for f in range(features) for _ in range(tiles)]
-    wanted = []
-    for cta in range(grid):
-        stages = [(e, f, s) for e, f in order[cta::grid] for s in range(steps)]
-        wanted += stages[: kernel.stages]
-    fetched, base, check = [], made.call.following.data_ptr(), bulk._check
-
-    def seen(warp, count, *addresses):
-        if len(addresses) == 1:  # of a prefetch
-            fetched.extend(range(addresses[0] - base, addresses[0] - base + count, size))
-        return check(warp, count, *addresses)
-
-    monkeypatch.setattr(bulk, "_check", seen)
-    assert run(options, made, grid=grid).findings() == set()
-    places = [((e * features + f) * steps + s) * size for e, f, s in wanted]
-    assert sorted(fetched) == sorted(places)
-
-
 @pytest.mark.parametrize("options", [{"tile_n": 8}, {"tile_n": 16}, {"tile_n": 32}, {"mode": "w4a16"}], ids=str)
 def test_a_list_of_rows_changes_no_bit(options):
     """And rows that are no token count as zeros."""
@@ -326,14 +300,6 @@ def wrong_calls():
     yield "limit", {"limit": 0.0}
 
 
-def wrong_followers():
-    right = torch.zeros(2, 3, 2, 4352, dtype=torch.uint8)
-    yield "following", None
-    yield "following", right[:1]
-    yield "following", right.int()
-    yield "following", right[:, :, :1]
-
-
 @pytest.mark.parametrize(("name", "change"), list(wrong_calls()), ids=lambda v: v if isinstance(v, str) else "")
 def test_calls_that_are_refused(name, change):
     kernel = TiledMoeGemm(**L1, out="mxfp8", **NARROW)
@@ -341,12 +307,3 @@ def test_calls_that_are_refused(name, change):
     with pytest.raises(ArgumentError) as caught:
         launch_args(kernel, dataclasses.replace(good, **change), 1)
     assert caught.value.name == name
-
-
-@pytest.mark.parametrize(("name", "value"), list(wrong_followers()))
-def test_following_weights_that_are_refused(name, value):
-    kernel = TiledMoeGemm(**NARROW, leads=True)
-    call = dataclasses.replace(case(kernel, [5, 3], 64, 128).call, following=value)
-    with pytest.raises(ArgumentError) as caught:
-        launch_args(kernel, call, 1)
-    assert caught.value.name.partition(".")[0] == name

@@ -54,7 +54,7 @@ def layer(mode, backend, expected=3, listed=False):
     first = {"alpha": ones, "alpha_up": ones.flip(0), "routing": found.row_weight, "swiglu": True}
     second = weights(HIDDEN, WIDTH, mode, 3)
     if listed:
-        first |= {"rows": found.rows, "following": second.codes}
+        first["rows"] = found.rows
     h = moe_gemm(
         given,
         weights(2 * WIDTH, HIDDEN, mode, 2),

@@ -232,6 +232,14 @@ def test_only_weights_are_read_before_the_kernel_before_is_done(recipe):
     assert early(True) and all(text.startswith("ld.global.v") for text in early(True))
 
 
+def test_padding_waits_for_the_kernel_before_too():
+    """CTAs of padding alone write scales that it may still read: ahead of the wait there are the weight's loads."""
+    _, code = compiled(("mxfp8", 1152, "swizzled"), "sm_100a")
+    (kernel,) = parse(code.ptx).kernels.values()
+    early = [instr.text for instr in ahead_of_wait(kernel)]
+    assert early and all(text.startswith("ld.global.v") for text in early)
+
+
 def test_bad_arguments_are_named():
     for bad, name in ((("fp6", 128), "recipe"), (("fp8", 192), "d="), (("nvfp4", 8208), "d=")):
         with pytest.raises(ConfigError, match=name):

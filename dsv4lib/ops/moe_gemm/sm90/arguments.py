@@ -32,7 +32,6 @@ def fake_args(kernel: TiledMoeGemm) -> tuple:
             fake(i32, "R") if kernel.gather else None,
         ),
         fake(u8, "EMPB", 16),
-        fake(u8, "EGQD", 16) if kernel.leads else None,
         Ranges(fake(i32, "E"), fake(i32, "E")),
         fake(fp32, "E") if kernel.alpha else None,
         fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
@@ -89,12 +88,6 @@ def launch_args(kernel: TiledMoeGemm, call: Any, grid: int, stream: int = 0) -> 
         x = x.view(torch.uint8)
     width = features // 2 if kernel.swiglu else features
 
-    def followed(following: Any) -> Any:
-        found = wrap("following", following, u8, (experts, None, None, None), 16)
-        if not following.is_contiguous():
-            raise ArgumentError("following", following.stride(), "contiguous tiles")
-        return found
-
     def optional(name: str, wanted: bool, wrapped: Any) -> Any:
         value = getattr(call, name, None)
         if not wanted and value is not None:
@@ -113,7 +106,6 @@ def launch_args(kernel: TiledMoeGemm, call: Any, grid: int, stream: int = 0) -> 
             wrap("rows", call.rows, cutlass.Int32, (rows,)) if kernel.gather else None,
         ),
         wrap("w", call.w, u8, (None,) * 4, 16),
-        followed(call.following) if kernel.leads else None,
         Ranges(*(wrap(name, getattr(call, name), cutlass.Int32, (experts,)) for name in ("offsets", "counts"))),
         optional("alpha", kernel.alpha, vector(experts)),
         optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),

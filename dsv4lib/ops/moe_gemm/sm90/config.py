@@ -46,7 +46,6 @@ class Config:
         routed: (with swiglu) the result is multiplied by a weight per row.
         alpha: sums are multiplied by a factor per expert, gate and up by one each.
         early: groups are read, and the first weights asked for, before the launch before has ended.
-        leads: first weights of the next launch are requested into L2.
         gather: rows of the groups are a list of tokens.
 
     Raises:
@@ -66,7 +65,6 @@ class Config:
         routed: bool = False,
         alpha: bool = True,
         early: bool = False,
-        leads: bool = False,
         gather: bool = False,
     ):
         for name, value, allowed in (
@@ -81,7 +79,7 @@ class Config:
             raise ConfigError("swiglu", swiglu, "True for mxfp8 output and routing weights: they are of the first GEMM")
         self.mode_name, self.tile_n, self.step_k, self.out = mode, tile_n, step_k, out
         self.swiglu, self.routed, self.alpha = swiglu, routed, alpha
-        self.early, self.leads, self.gather = early, leads, gather
+        self.early, self.gather = early, gather
         self.mode = MODES[mode]
         self.quantised = out not in PLAIN
         self.scaled = bool(self.mode.block)  # activations have scales
@@ -110,7 +108,7 @@ class Config:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         parts = [self.mode_name, str(self.tile_n), str(self.step_k), self.out]
-        parts += [name for name in ("swiglu", "routed", "alpha", "early", "leads", "gather") if vars(self)[name]]
+        parts += [name for name in ("swiglu", "routed", "alpha", "early", "gather") if vars(self)[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:

@@ -12,7 +12,7 @@ import torch
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_gemm import arguments, inputs
 from dsv4lib.ops.moe_gemm.sm90.config import Config
-from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, TILE_M, tile_bytes, tile_weights
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, tile_weights
 from dsv4lib.ops.moe_gemm.sm90.wide.config import WideE4m3Config
 
 
@@ -20,14 +20,13 @@ from dsv4lib.ops.moe_gemm.sm90.wide.config import WideE4m3Config
 class Call(arguments.Call):
     """Tensors of a call of a kernel of tiled weights."""
 
-    following: torch.Tensor | None = None
     rows: torch.Tensor | None = None
 
 
 def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0) -> inputs.Case:
     """Make groups of ``counts`` tokens, ``features`` = N of the weights, ``k`` = K.
 
-    See `moe_gemm.inputs.case`. What is ``following`` has a tile of features more; ``rows`` are in another order.
+    See `moe_gemm.inputs.case`. ``rows`` are in another order.
     """
     made = inputs.case(kernel, counts, features, k, seed)
     call = made.call = Call(**vars(made.call))
@@ -48,9 +47,6 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
     call.w, call.w_scales = tile_weights(codes, scales, kernel.mode_name), None
     if kernel.gather:
         _shuffle(call, seed)
-    if kernel.leads:
-        shape = len(counts), features // TILE_M + 1, 3, tile_bytes(kernel.mode_name, CHUNK_K)
-        call.following = torch.zeros(shape, dtype=torch.uint8)
     made.step = BLOCK
     return made
 

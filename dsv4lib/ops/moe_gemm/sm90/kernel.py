@@ -48,8 +48,7 @@ waits for every MMA by itself.
 What should limit it (computed, not measured). Up to 16 tokens an expert: HBM; issuing takes about 136 instructions a
 warp for 16 rows x 128 K at 8 tokens. Above: a tile of 32 tokens reads its weights from L2 once for each 32.
 Launches overlap (`griddepcontrol`): all of it waits before the counts are read; with ``early`` the load warp waits once
-the weights of the first stages are under way, the consumers before they begin. With ``leads`` the load warp ends with a
-request that L2 fetch the first weights of the next launch, which comes when an SM is free.
+the weights of the first stages are under way, the consumers before they begin.
 
 Source: PTX ISA, "wgmma", "cp.async.bulk"; OCP Microscaling Formats 1.0.
 """
@@ -93,7 +92,6 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         self,
         tokens: Tokens,
         mW: cute.Tensor,
-        mNext: Any,
         groups: Ranges,
         alpha: Any,
         alpha_up: Any,
@@ -108,7 +106,6 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         Args:
             tokens: rows sorted by expert.
             mW: uint8 [E, N / 64, K / step_k, bytes], see `layout`.
-            mNext: weights that the next launch reads for the same groups, or None.
             groups: offsets are multiples of 8; E up to 512.
             alpha, alpha_up: [E] fp32 or None: factors of the sums, with SwiGLU of gate and of up.
             routing: [R] fp32 or None.
@@ -132,7 +129,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             free: cute.struct.MemRange[cutlass.Int64, SUM_BUFFERS]
 
         self.storage = Storage
-        sources, ends = Sources(mW, *tokens, following=mNext), Ends(alpha, alpha_up, routing, *outputs, limit)
+        sources, ends = Sources(mW, *tokens), Ends(alpha, alpha_up, routing, *outputs, limit)
         self.kernel(sources, groups, ends).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
         )

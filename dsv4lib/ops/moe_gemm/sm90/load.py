@@ -8,8 +8,7 @@ descriptors would not allow.
     tokens     [128 bytes of K][token][128 B], piece p of token n at piece p ^ (n % 8): the 128-byte swizzle
     scales     [128 K][token] words of 4 E8M0 bytes, a byte for 32 K
 
-With ``early`` the copies of the first stages' weights start before the wait for the launch before. With ``leads`` the
-last of a CTA's loads are those of the next launch's first weights, into L2: HBM is read while tiles are finished.
+With ``early`` the copies of the first stages' weights start before the wait for the launch before.
 
 All writes into a stage arrive at its full barrier: the bytes of the bulk copy, and `cp.async` of 32 lanes.
 """
@@ -50,7 +49,6 @@ class Sources(NamedTuple):
     x: cute.Tensor  # uint8 [T, bytes of K]
     sfx: Any  # uint8 [blocks, 512] or None
     rows: Any  # int32 [R] or None
-    following: Any  # weights of the next launch, or None
 
 
 class Stages(NamedTuple):
@@ -98,8 +96,6 @@ class Load(Walk):
                 if stage == self.stages:
                     stage, parity = Int32(0), parity ^ 1
         cute.arch.griddepcontrol_launch_dependents()  # the next kernel may start where there is room
-        if cutlass.const_expr(self.leads):
-            self.fetch_next(sources.following, groups, total)
 
     @cute.jit
     def load_ahead(self, sources: Sources, groups: Groups, total: Int32, stages: Stages) -> Int32:
@@ -114,27 +110,6 @@ class Load(Walk):
                 self.load_weights(sources, tile, step, stages, ahead)
                 ahead = ahead + 1
         return ahead
-
-    @cute.jit
-    def fetch_next(self, mNext: cute.Tensor, groups: Groups, total: Int32):
-        """Have L2 fetch the weights that the CTA in this one's place asks for first in the next launch."""
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        features = mNext.shape[1]
-        steps, size, left = mNext.shape[2], mNext.shape[3], Int32(self.stages)
-        end = cutlass.min(total // groups.feature_tiles * features, block + grid * self.stages)
-        for index in cutlass.range(block, end, grid, unroll=1):
-            if left > 0:
-                expert, count = (
-                    self.tile(groups, index // features * groups.feature_tiles).expert,
-                    cutlass.min(steps, left),
-                )
-                across = cute.ceil_div(groups.counts[expert], self.tile_n)
-                before = groups.ends[expert] // groups.feature_tiles - across  # tiles of tokens of other experts
-                if cute.arch.lane_idx() == 0:
-                    source = mNext[expert, (index - before * features) // across, 0, None].iterator
-                    bulk.prefetch_bulk(source, count * size)
-                left = left - count
 
     def wait_for_tokens(self) -> None:
         """Wait for the launch before, which may have written tokens."""

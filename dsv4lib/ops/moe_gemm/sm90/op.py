@@ -59,7 +59,6 @@ def multiply(
     limit: float,
     expected: int,
     groups_ready: bool,
-    following: Tensor | None,
     rows: Tensor | None,
     out: Operand | None,
     backend: str,
@@ -92,7 +91,6 @@ def multiply(
         routing,
         offsets,
         counts,
-        following,
         rows,
     )
     Call.op(*tensors, limit, mode, out_format, swiglu, expected, groups_ready, backend)
@@ -142,7 +140,7 @@ def kernel_of(settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
     if settings["bf16"] == (own["mode"] == "w4a16") and own["tile_n"] in TILES_N[own["mode"]]:
         return TiledMoeGemm, own
     return WideE4m3MoeGemm if own["mode"] == "w4a8_row" else WideMoeGemm, {
-        name: value for name, value in own.items() if name not in ("early", "leads", "gather")
+        name: value for name, value in own.items() if name not in ("early", "gather")
     }
 
 
@@ -151,8 +149,8 @@ def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED
 
     Args:
         wanted: of each kind of call K, mode, out_format, and what it has of swiglu, routed, alpha: bool, as far as they
-            are not 4096, "w4a8", "bf16", False, False, True, "early": what calls name ``groups_ready``, "leads": that
-            they have ``following``, "gather": ``rows``, and "bf16": tokens in bf16, as they are in mode "w4a16".
+            are not 4096, "w4a8", "bf16", False, False, True, "early": what calls name ``groups_ready``,
+            "gather": ``rows``, and "bf16": tokens in bf16, as they are in mode "w4a16".
         expected: tokens of a group, as `moe_gemm` takes them; each chooses a tile.
 
     Returns:
@@ -183,7 +181,6 @@ class Call:
     routing: Tensor | None
     offsets: Tensor
     counts: Tensor
-    following: Tensor | None
     rows: Tensor | None
     limit: float
     formats: str
@@ -216,7 +213,6 @@ class Call:
             "routed": self.swiglu and self.routing is not None,
             "alpha": self.alpha is not None,
             "early": self.groups_ready,
-            "leads": self.following is not None,
             "gather": self.rows is not None,
         }
 

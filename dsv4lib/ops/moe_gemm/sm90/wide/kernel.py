@@ -85,7 +85,6 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         self,
         tokens: Tokens,
         mW: cute.Tensor,
-        mNext: Any,
         groups: Ranges,
         alpha: Any,
         alpha_up: Any,
@@ -95,7 +94,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         grid: Int32,
         stream: cuda.CUstream,
     ):
-        """Host side: the launch. Arguments as of `TiledMoeGemm`; ``mNext`` is None."""
+        """Host side: the launch. Arguments as of `TiledMoeGemm`."""
 
         @cute.struct
         class Storage:
@@ -109,7 +108,7 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
             empty: cute.struct.MemRange[cutlass.Int64, self.stages]
 
         self.storage = Storage
-        sources, ends = Sources(mW, *tokens, following=None), Ends(alpha, alpha_up, routing, *outputs, limit)
+        sources, ends = Sources(mW, *tokens), Ends(alpha, alpha_up, routing, *outputs, limit)
         self.kernel(sources, groups, ends).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
         )
