@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from dsv4lib.errors import DSV4Error
 from dsv4lib.lab.day_one import forms, worker
 from dsv4lib.lab.day_one.archive import Archive, ArchiveError
 from dsv4lib.lab.day_one.probe import Emulated, Probe, digest
-
-if TYPE_CHECKING:
-    from dsv4lib.predict.rates import Gpu
 
 SAME, DIFFERS, ROUNDS = "same", "differs", "rounds differently"
 OTHER, MISSING, DAMAGED = "another kernel", "not run", "damaged"
@@ -184,13 +181,13 @@ def predictions(arch: str = "sm_100a") -> dict[tuple[str, str], float]:
     A B200 ("sm_100a"): decode steps of attention at its 32,768 tokens. Its GEMMs have no rows. An H200 ("sm_90a"): all
     GEMMs of the experts. A row of the combine adds the shared expert, which the model does not.
     """
-    from dsv4lib.bench.ops import inputs
+    from dsv4lib.bench.ops import inputs, modelled
     from dsv4lib.predict import moe
     from dsv4lib.predict.rates import gpu
 
     if arch not in CARDS:
         return {}
-    card, found = gpu(CARDS[arch]), _attention() if arch == "sm_100a" else _gemms(gpu(CARDS[arch]))
+    card, found = gpu(CARDS[arch]), _attention() if arch == "sm_100a" else modelled.gemms(gpu(CARDS[arch]))
     for model, tokens in itertools.product(moe.MODELS, inputs.DECODE):
         launches = moe.others_us(moe.Shape(model, "mxfp4", tokens), card)
         for op, name in (("router", "router"), ("moe_dispatch", "dispatch")):
@@ -206,19 +203,6 @@ def _attention() -> dict[tuple[str, str], float]:
         of_bench = row.context == 32768 or row.kind == "SWA"
         if row.phase == "decode" and row.pool == "fp8" and row.variant == "as built" and of_bench:
             found["fmha", f"{row.model} {row.kind} T {row.batch}"] = row.modelled_us
-    return found
-
-
-def _gemms(card: Gpu) -> dict[tuple[str, str], float]:
-    from dsv4lib.ops.moe_gemm import bench
-    from dsv4lib.predict.moe_hopper import Product, modelled_us
-
-    found = {}
-    for row in bench.rows():
-        model, gemm, mode, _, tokens = row.shape.split()
-        bf16 = bench.tokens_in_bf16(mode, int(tokens))
-        product = Product(model, gemm == "gate/up", mode, int(tokens), bf16, row.bytes)
-        found[row.op, row.shape] = modelled_us(product, card)
     return found
 
 
