@@ -1,4 +1,4 @@
-"""Put modelled times beside rows of ops whose bytes or kinds of tokens only their bench modules know."""
+"""Put modelled times beside rows of the bench of ops."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dsv4lib.predict.moe_hopper import Product, modelled_us
 from dsv4lib.predict.rates import Gpu
 
 
-def gemms_us(card: Gpu) -> dict[tuple[str, str], float]:
-    """Return the times of all GEMMs of experts on a Hopper, by op and shape."""
+def gemms(card: Gpu) -> dict[tuple[str, str], float]:
+    """Microseconds of the experts' GEMMs on a Hopper, by op and shape."""
     found = {}
     for row in bench.rows():
         model, gemm, mode, _, tokens = row.shape.split()

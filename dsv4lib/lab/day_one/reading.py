@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from dsv4lib.errors import DSV4Error
 from dsv4lib.lab.day_one import forms, worker
 from dsv4lib.lab.day_one.archive import Archive, ArchiveError
 from dsv4lib.lab.day_one.probe import Emulated, Probe, digest
-
-if TYPE_CHECKING:
-    from dsv4lib.predict.rates import Gpu
 
 SAME, DIFFERS, ROUNDS = "same", "differs", "rounds differently"
 OTHER, MISSING, DAMAGED = "another kernel", "not run", "damaged"
@@ -184,13 +181,13 @@ def predictions(arch: str = "sm_100a") -> dict[tuple[str, str], float]:
     A B200 ("sm_100a"): decode steps of attention at its 32,768 tokens. Its GEMMs have no rows. An H200 ("sm_90a"): all
     GEMMs of the experts. A row of the combine adds the shared expert, which the model does not.
     """
-    from dsv4lib.bench.ops import inputs
+    from dsv4lib.bench.ops import inputs, modelled
     from dsv4lib.predict import moe
     from dsv4lib.predict.rates import gpu
 
     if arch not in CARDS:
         return {}
-    card, found = gpu(CARDS[arch]), _attention() if arch == "sm_100a" else _gemms(gpu(CARDS[arch]))
+    card, found = gpu(CARDS[arch]), _attention() if arch == "sm_100a" else modelled.gemms(gpu(CARDS[arch]))
     for model, tokens in itertools.product(moe.MODELS, inputs.DECODE):
         launches = moe.others_us(moe.Shape(model, "mxfp4", tokens), card)
         for op, name in (("router", "router"), ("moe_dispatch", "dispatch")):
@@ -207,12 +204,6 @@ def _attention() -> dict[tuple[str, str], float]:
         if row.phase == "decode" and row.pool == "fp8" and row.variant == "as built" and of_bench:
             found["fmha", f"{row.model} {row.kind} T {row.batch}"] = row.modelled_us
     return found
-
-
-def _gemms(card: Gpu) -> dict[tuple[str, str], float]:
-    from dsv4lib.bench.ops import modelled  # it needs the DSL
-
-    return modelled.gemms_us(card)
 
 
 # --- recordings -----------------------------------------------------------------------------------------------------
