@@ -314,7 +314,7 @@ def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
     )
     rows = given.group >= 0
     want = _want(given, kernel.groups)[rows] + (start[rows].double() if adds else 0)
-    bound, reason = (2**-11, FP8_SUMS) if adds else (2**-8, TO_BF16)
+    bound, reason = (2**-11, FP8_SUMS) if adds else (2**-9, TO_BF16)
     return [Output("d", d[rows], want, bound, reason)]
 
 
@@ -364,7 +364,7 @@ def ours(kernel: Kernel) -> list[Output]:
         else:
             pairs = (given.a, given.fa.given.T[: len(given.a)].contiguous()), (given.b, given.fb.given[0])
             out = linear(*pairs, mode="fp8_block", backend="emulator")
-    return [Output("d", out.codes, _want(given, 1), 2**-8, TO_BF16)]
+    return [Output("d", out.codes, _want(given, 1), 2**-9, TO_BF16)]
 
 
 _1D2D, _1D1D, _SM100 = "sm90_fp8_gemm_1d2d", "sm90_fp8_gemm_1d1d", "sm100_fp8_fp4_gemm_1d1d"
