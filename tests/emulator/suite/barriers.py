@@ -204,7 +204,7 @@ CASES = {
         "race_shared",
         INIT.format(1, 1) + "st.shared.b32 [%r1+4096], %r0;\nbar.sync 0;\n@!%p1 bra OTHER;\n"
         "ld.shared.b32 %r20, [%r1+4096]; //!\n<<||bar.warp.sync -1;\n>>@%p3 " + ARRIVE + "\n" + USE
-        + "bra END;\nOTHER:\n<<||" + wait("%r8", 0, "W") + ">>st.shared.b32 [%r1+3968], %r0; //!\nEND:\n",
+        + "bra END;\nOTHER:\n<<||" + wait("%r8", 0, "W") + ">>@!%p3 st.shared.b32 [%r1+3968], %r0; //!\nEND:\n",
         schedules=("oldest_first", "round_robin"),
     ),
     "a lane arrives for others that have written": Case(
