@@ -327,7 +327,9 @@ def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
     out = [Output("d", d[rows], want, bound, reason)]
     past = _past(kernel, counts)
     if past.any():
-        out.append(Output("past", d[past].isnan().double(), torch.ones_like(d[past], dtype=torch.float64), 0, UNWRITTEN))
+        out.append(
+            Output("past", d[past].isnan().double(), torch.ones_like(d[past], dtype=torch.float64), 0, UNWRITTEN)
+        )
     return out
 
 

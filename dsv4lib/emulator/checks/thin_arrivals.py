@@ -5,9 +5,9 @@ have done, or know of. What the others have done to shared memory since the warp
 past the arrival. Its accesses get the epoch that begins with it, so a warp that knows of the arrival alone conflicts
 with them (race.py). The reports are of the kind missing_warp_sync.
 
-In doubt this is silent: any instruction for the whole warp, whatever lanes it names, on the way from the access to the arrival, by its place in
-the code, counts as synchronisation, as does everything that publishes for the warp; a loop that turns in between, and
-more accesses than are kept, too. Other memories and flags are not looked at.
+In doubt this is silent: any instruction for the whole warp, whatever lanes it names, on the way from the access to the
+arrival, by its place in the code, counts as synchronisation, as does everything that publishes for the warp; a loop
+that turns in between, and more accesses than are kept, too. Other memories and flags are not looked at.
 
 Source: PTX ISA, "bar.warp.sync", "Memory Consistency Model": program order is that of one thread.
 """
