@@ -22,6 +22,7 @@ I32, BF16 = 3, 9  # CUtensorMapDataType
 SMS, SMEM = 2, 232448
 ALIGNMENT = 128  # rows of a group in the contiguous layout
 TO_BF16 = "the result rounded to bf16, 2^-9"
+UNWRITTEN = "tiles past a group's count keep what was there"
 SUMS = "fp32 sums in another order"
 _TYPES = {torch.float32: ("float", F32), torch.bfloat16: ("cutlass::bfloat16_t", BF16)}
 
@@ -288,6 +289,14 @@ def _maps(kernel: Kernel, given: Given, d: torch.Tensor) -> dict[str, Map]:
     return maps
 
 
+def _past(kernel: Kernel, counts: tuple[int, ...]) -> torch.Tensor:
+    """Mark rows of D in whole tiles past the count of their group; no tile of a group is one of the next."""
+    if kernel.kind != "MGroupedMasked":
+        return torch.zeros(0, dtype=torch.bool)
+    ends = torch.tensor([_aligned(count, kernel.block_m) for count in counts])
+    return (torch.arange(kernel.shape.m) >= ends[:, None]).flatten()
+
+
 def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
     """D = A @ B^T with scales; of 1D1D on SM90, D += A @ B^T."""
     given = operands(kernel, counts)
@@ -314,8 +323,14 @@ def product(kernel: Kernel, counts: tuple[int, ...] = ()) -> list[Output]:
     )
     rows = given.group >= 0
     want = _want(given, kernel.groups)[rows] + (start[rows].double() if adds else 0)
-    bound, reason = (2**-11, FP8_SUMS) if adds else (2**-8, TO_BF16)
-    return [Output("d", d[rows], want, bound, reason)]
+    bound, reason = (2**-11, FP8_SUMS) if adds else (2**-9, TO_BF16)
+    out = [Output("d", d[rows], want, bound, reason)]
+    past = _past(kernel, counts)
+    if past.any():
+        out.append(
+            Output("past", d[past].isnan().double(), torch.ones_like(d[past], dtype=torch.float64), 0, UNWRITTEN)
+        )
+    return out
 
 
 def product_by_k(kernel: Kernel, ks: tuple[int, ...]) -> list[Output]:
@@ -364,7 +379,7 @@ def ours(kernel: Kernel) -> list[Output]:
         else:
             pairs = (given.a, given.fa.given.T[: len(given.a)].contiguous()), (given.b, given.fb.given[0])
             out = linear(*pairs, mode="fp8_block", backend="emulator")
-    return [Output("d", out.codes, _want(given, 1), 2**-8, TO_BF16)]
+    return [Output("d", out.codes, _want(given, 1), 2**-9, TO_BF16)]
 
 
 _1D2D, _1D1D, _SM100 = "sm90_fp8_gemm_1d2d", "sm90_fp8_gemm_1d1d", "sm100_fp8_fp4_gemm_1d1d"

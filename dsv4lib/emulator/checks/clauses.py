@@ -340,6 +340,8 @@ SILENT = (
     "and not written: CUTLASS arrives and waits so. Where an arrival at a peer names `.cta`, it orders nothing.",
     "Lanes that have not synchronised with the one that raises a flag for the warp: what one lane releases counts as "
     "released by all. Of arrivals at barriers it does not (missing_warp_sync).",
+    "Lanes that a bar.warp.sync leaves out, before an arrival of others: each instruction for the whole warp in "
+    "between, by its place in the code, counts for all lanes.",
     "A shuffle that takes the value of a lane outside its mask, or of one that does not execute it: reductions over "
     "part of a warp do so in lanes whose results nothing uses.",
     "Counts of setmaxnreg that ask for more registers than the CTA has: the count at the entry is not in the PTX.",

@@ -91,10 +91,17 @@ class Flags:
         """Record a fence of the warp."""
         clock = self.clocks.of(warp)
         for (agent, least), waiting in list(self._read.items()):
-            other = agent != warp.agent
-            found = waiting.until(int(clock[CARRIED, agent - self.clocks.first_agent])) if other else waiting.all
-            if least <= reach and found is not None:
-                np.maximum(clock, found, out=clock)
+            if agent == warp.agent:
+                if least <= reach:
+                    np.maximum(clock, waiting.all, out=clock)
+                continue
+            me = agent - self.clocks.first_agent
+            if reach < (least if self.clocks.all_warps[me].cta is warp.cta else max(least, CLUSTER)):
+                continue
+            for row, known in enumerate(clock[:, me].tolist()):  # each by what it knows of the reader
+                found = waiting.until(known)
+                if found is not None:
+                    np.maximum(clock[row], found[row], out=clock[row])
         if reach == SYS and warp.cta.machine.device is not None:
             warp.cta.machine.race.fenced_global(warp, alias=True)
         for fence in self._fenced[: reach + 1]:
@@ -114,6 +121,17 @@ class Flags:
         np.maximum(own[EXECUTED], left[EXECUTED], out=own[EXECUTED])
         kept = self._waiting(warp, reach)
         np.maximum(kept, left, out=kept)
+
+    def waited(self, warp: Warp, left: np.ndarray) -> None:
+        """Keep what a relaxed wait found; what warps of other CTAs left is for a fence that reaches the cluster."""
+        warps, agents = warp.cta.warps, self.clocks.agents()
+        away = np.zeros(self.clocks.size, bool)
+        away[: len(agents)] = (agents >= 0) & ((agents < warps[0].agent) | (agents > warps[-1].agent))
+        if not left[:, away].any():
+            self.found(warp, left)
+            return
+        self.found(warp, np.where(away, 0, left).astype(left.dtype))
+        self.found(warp, np.where(away, left, 0).astype(left.dtype), CLUSTER)
 
     def _waiting(self, warp: Warp, reach: int) -> np.ndarray:
         """The clock that waits for a fence of the warp, or of one that knows of this by a barrier."""

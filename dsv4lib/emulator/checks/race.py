@@ -127,7 +127,7 @@ class Detector(Proxies):
         if not relaxed:
             super().acquired(warp, point)
         elif point.sync is not None:
-            self._state(warp).flags.found(warp, point.sync.done)
+            self._state(warp).flags.waited(warp, point.sync.done)
         if self._fences is not None:
             self._fences.passed(warp)
 
@@ -553,7 +553,9 @@ class Detector(Proxies):
         # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
         mine = op is not None and warp is clocks.owners[other]
         kind = kind_of(conflict, memory, clocks, actor.entry if mine else None, (other, epoch), same)
-        if int(table.mask[conflict.earlier]) & THIN:
+        # It is for want of bar.warp.sync only where the arrival that it was moved past is known.
+        known = actor.clock[STRICT if conflict.carried else CARRIED, other]
+        if int(table.mask[conflict.earlier]) & THIN and known >= epoch - 1:
             kind = "missing_warp_sync"
         key = kind, pc, at
         if key in self._found:

@@ -5,9 +5,9 @@ have done, or know of. What the others have done to shared memory since the warp
 past the arrival. Its accesses get the epoch that begins with it, so a warp that knows of the arrival alone conflicts
 with them (race.py). The reports are of the kind missing_warp_sync.
 
-In doubt this is silent: any instruction for the whole warp on the way from the access to the arrival, by its place in
-the code, counts as synchronisation, as does everything that publishes for the warp; a loop that turns in between, and
-more accesses than are kept, too. Other memories and flags are not looked at.
+In doubt this is silent: any instruction for the whole warp, whatever lanes it names, on the way from the access to the
+arrival, by its place in the code, counts as synchronisation, as does everything that publishes for the warp; a loop
+that turns in between, and more accesses than are kept, too. Other memories and flags are not looked at.
 
 Source: PTX ISA, "bar.warp.sync", "Memory Consistency Model": program order is that of one thread.
 """
@@ -95,17 +95,22 @@ class ThinArrivals:
         for pc, lanes, writes, addresses, nbytes in left:
             words = ((addresses & OFFSET_MASK)[:, None] + np.arange(0, max(nbytes, 4), 4)) >> 2
             ranks = np.broadcast_to((addresses >> RANK_SHIFT)[:, None], words.shape)
+            bits = ((1 << nbytes) - 1) << (addresses & 3) if nbytes < 4 else np.full(len(addresses), ALL_BYTES)
+            bits = np.broadcast_to(bits[:, None], words.shape)
             for rank in np.unique(ranks).tolist():
-                shadow, cells = state.shared[rank], np.unique(words[ranks == rank])
+                here = ranks == rank
+                shadow, (cells, which) = state.shared[rank], np.unique(words[here], return_inverse=True)
                 known = shadow.writer if writes else shadow.readers.get(me)
                 if known is None:
                     continue
+                used = np.zeros(len(cells), np.int64)  # bytes of each word
+                np.bitwise_or.at(used, which, bits[here])
                 numbers = known[cells]
-                cells = cells[(table.entry[numbers] == me) & (table.pc[numbers] == pc)]  # nothing has come after it
-                if not len(cells):
-                    continue
-                number = table.add(me, actor.epoch, pc, ALL_BYTES | THIN, lanes)
-                if writes:
-                    shadow.writer[cells] = number
-                else:
-                    shadow.read(Words(cells), actor, number)
+                latest = (table.entry[numbers] == me) & (table.pc[numbers] == pc)  # nothing has come after it
+                for mask in np.unique(used[latest]).tolist():
+                    some = cells[latest & (used == mask)]
+                    number = table.add(me, actor.epoch, pc, mask | THIN, lanes)
+                    if writes:
+                        shadow.writer[some] = number
+                    else:
+                        shadow.read(Words(some), actor, number, mask)

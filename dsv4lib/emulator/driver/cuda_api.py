@@ -81,7 +81,7 @@ class ExternalStream(Stream):
         super().__init__(device, stream_ptr=stream_ptr)
 
 
-_LIVE: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()  # all events, by handle
+_LIVE = RUNTIME.events
 
 
 class Event:

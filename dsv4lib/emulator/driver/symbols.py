@@ -24,6 +24,7 @@ from dsv4lib.emulator.driver import binary, config
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.machine.request import LaunchRequest
 from dsv4lib.emulator.ptx.ir import Module
+from dsv4lib.errors import ArgumentError
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.driver.interfaces import DeviceView
@@ -67,6 +68,8 @@ class Runtime:
         self.place: Callable[[Any, int], None] = lambda tensor, index: None  # note the device of a torch tensor
         self.stream = 0  # handle of torch's current stream
         self.marks: dict[int, Mark | None] = {}  # of events that have been recorded, by handle
+        # All events (cuda_api.Event), by handle.
+        self.events: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._next = 0x1000
 
     def handle(self) -> int:
@@ -292,7 +295,15 @@ symbol("_cudaEventSynchronize", P)(_synchronize)
 @symbol("_cudaEventRecord", P, P)
 def event_record(event: int | None, stream: int | None) -> None:
     """Mark what is queued on a stream."""
-    RUNTIME.marks[event or 0] = RUNTIME.record(stream or 0)
+    _event(event or 0).put(stream or 0)
+
+
+def _event(handle: int) -> Any:
+    """Find the event of a handle. That of torch's events is 0 until they are recorded first."""
+    found = RUNTIME.events.get(handle)
+    if found is None:
+        raise ArgumentError("event", handle, "the handle of an event that exists; torch's have one once recorded")
+    return found
 
 
 @symbol("_cudaStreamWaitEvent", P, P, U32)
@@ -320,12 +331,15 @@ def run_kernel(settings: config.Config, kernel: int, arguments: int) -> None:
     loaded, device = RUNTIME.kernels[kernel], RUNTIME.device()
     request = config.decode(settings, loaded.module, loaded.name, arguments, device.ctas)
     config.check(request, device.arch, device.settings.sm_count, loaded.attributes.get(MAX_DYNAMIC_SMEM, 0))
+    events = [_event(handle) for handle in request.attributes.get("events", ())]
     if RUNTIME.captured is not None:
+        if events:
+            raise LaunchError("a launch that records an event is not supported while a CUDA graph is captured")
         RUNTIME.captured.append(request)
     else:
         device.launch(request, settings.stream or 0)
-        for event in request.attributes.get("events", ()):  # late, which is allowed: after the whole launch
-            event_record(event, settings.stream)
+        for event in events:  # late, which is allowed: after the whole launch
+            event.put(settings.stream or 0)
 
 
 @symbol("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", P, P, I, SIZE)

@@ -68,16 +68,18 @@ class Rounds:
     def _pass(self) -> int:
         """Step every warp that can run. 0 if none can, or one does what is not judged."""
         taken = 0
-        for warp in self._warps:
-            if warp not in self._scheduler.ready:
-                continue
-            pc = warp.words[PC]
-            self._pcs[warp].add(pc)
-            loaded = self._loaded[warp].setdefault(pc, set())
-            if not step(warp, warp.program.instruction(pc), self._turns[-1][warp].changed, loaded, waits=True):
-                return 0
-            taken += 1
-        self._scheduler.wake()
+        try:
+            for warp in self._warps:
+                if warp not in self._scheduler.ready:
+                    continue
+                pc = warp.words[PC]
+                self._pcs[warp].add(pc)
+                loaded = self._loaded[warp].setdefault(pc, set())
+                if not step(warp, warp.program.instruction(pc), self._turns[-1][warp].changed, loaded, waits=True):
+                    return 0
+                taken += 1
+        finally:
+            self._scheduler.wake()  # also those that the warps before one that is not judged let go on
         return taken
 
     def _position(self) -> Hashable:

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 
 from dsv4lib.emulator.native.abi import CONTEXT
 from dsv4lib.emulator.native.race_log import Code
@@ -96,6 +96,8 @@ class _Multiply(Code):
     def _widen(self, raw: Any, n: int) -> Any:
         """float64[n] of the bits of n elements."""
         b = self.b
+        if self.kind == "f16" and not converts_halves():
+            return self._widen_half(b.zext(raw, ir.VectorType(_I64, n)), n)
         if self.kind == "f16":
             return b.fpext(b.bitcast(raw, ir.VectorType(_F16, n)), ir.VectorType(_F64, n))
         if self.kind == "bf16":
@@ -103,6 +105,20 @@ class _Multiply(Code):
         else:
             wide = b.and_(raw, ir.Constant(ir.VectorType(_I32, n), [_TF32] * n))
         return b.fpext(b.bitcast(wide, ir.VectorType(_F32, n)), ir.VectorType(_F64, n))
+
+    def _widen_half(self, bits: Any, n: int) -> Any:
+        """float64[n] of halves without the processor's help; what is subnormal becomes so by a product, exactly."""
+        b, kind = self.b, ir.VectorType(_F64, n)
+
+        def every(value: int) -> Any:
+            return ir.Constant(bits.type, [value] * n)
+
+        magnitude = b.shl(b.and_(bits, every(0x7FFF)), every(42))
+        scaled = b.fmul(b.bitcast(magnitude, kind), ir.Constant(kind, [2.0**1008] * n))
+        endless = b.icmp_unsigned(">=", magnitude, every(0x7C00 << 42))  # infinities and NaN
+        value = b.select(endless, b.or_(magnitude, every(0x7FF << 52)), b.bitcast(scaled, bits.type))
+        sign = b.shl(b.and_(bits, every(0x8000)), every(48))
+        return b.bitcast(b.or_(value, sign), kind)
 
     def _register(self, i: int) -> Any:
         return self.b.add(self.registers, self.load(self.offsets, i))
@@ -119,6 +135,12 @@ class _Multiply(Code):
 
     def _pick(self, vector: Any, lanes: Any) -> Any:
         return self.b.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), _indices(lanes))
+
+
+@functools.cache
+def converts_halves() -> bool:
+    """Tell whether the processor widens halves. Else LLVM calls a function that may not be there (x86 before F16C)."""
+    return binding.get_host_cpu_features().get("f16c", True)
 
 
 def _indices(lanes: Any) -> Any:

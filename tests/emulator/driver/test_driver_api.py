@@ -124,6 +124,47 @@ def test_a_launch_records_the_event_of_its_attribute(name):
         assert event.query() and np.array_equal(read(there[1], x), 2 * x)
 
 
+def recording(event):
+    """Settings of a launch that records an event, by its handle."""
+    attribute, settings = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT
+    attribute.value.launchCompletionEvent.event = driver.CUevent(event)
+    settings.gridDimX, settings.gridDimY, settings.gridDimZ = 2, 1, 1
+    settings.blockDimX, settings.blockDimY, settings.blockDimZ = 32, 1, 1
+    settings.attrs, settings.numAttrs = [attribute], 1
+    return settings
+
+
+def test_an_event_that_a_launch_records_has_its_time(gpu):
+    start, end = done(driver.cuEventCreate(0)), done(driver.cuEventCreate(0))
+    x = np.arange(64, dtype=np.float32)
+    there = allocated(x), allocated(np.zeros_like(x))
+    for event in (start, end):
+        done(driver.cuLaunchKernelEx(recording(int(event)), function(), by_types(*there, 64), 0))
+    first = done(driver.cuEventElapsedTime(start, end))
+    done(driver.cuLaunchKernelEx(recording(int(end)), function(), by_types(*there, 64), 0))
+    assert 0 < first < done(driver.cuEventElapsedTime(start, end))
+
+
+@pytest.mark.parametrize("handle", [0, 0x1230])
+def test_a_launch_cannot_record_what_is_no_event(gpu, handle):
+    x = np.arange(64, dtype=np.float32)
+    there = allocated(x), allocated(np.zeros_like(x))
+    with pytest.raises(ArgumentError, match="event"):
+        driver.cuLaunchKernelEx(recording(handle), function(), by_types(*there, 64), 0)
+    assert not gpu.launches and not read(there[1], x).any()
+
+
+def test_a_launch_that_is_captured_records_no_event(gpu):
+    import torch
+
+    event = done(driver.cuEventCreate(0))
+    x = np.arange(64, dtype=np.float32)
+    there, kernel = (allocated(x), allocated(np.zeros_like(x))), function()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(LaunchError, match="event.*captured"):
+        driver.cuLaunchKernelEx(recording(int(event)), kernel, by_types(*there, 64), 0)
+
+
 COUNT = (
     HEADER
     + ".global .align 4 .u32 count = 5;\n.visible .entry add() { .reg .b32 %r<4>; ld.global.u32 %r1, [count]; "

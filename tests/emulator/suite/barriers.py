@@ -194,6 +194,19 @@ CASES = {
         + ARRIVE + "\n" + USE + "bra END;\nOTHER:\n" + wait("%r8", 0, "W")
         + "st.shared.b32 [%r1+3968], %r0; //!\nEND:\n",
     ),
+    "a lane arrives for others that still read a byte": Case(
+        "missing_warp_sync",
+        INIT.format(1, 1) + "st.shared.b32 [%r1+4096], %r0;\nbar.sync 0;\n"
+        "@!%p1 bra OTHER;\nld.shared.u8 %r20, [%r1+4096]; //!\n@%p3 " + ARRIVE + "\n" + USE + "bra END;\nOTHER:\n"
+        + wait("%r8", 0, "W") + "st.shared.u8 [%r1+<<3968||3970>>], %r0; //!\nEND:\n",
+    ),
+    "a warp that does not wait for a lane's arrival": Case(
+        "race_shared",
+        INIT.format(1, 1) + "st.shared.b32 [%r1+4096], %r0;\nbar.sync 0;\n@!%p1 bra OTHER;\n"
+        "ld.shared.b32 %r20, [%r1+4096]; //!\n<<||bar.warp.sync -1;\n>>@%p3 " + ARRIVE + "\n" + USE
+        + "bra END;\nOTHER:\n<<||" + wait("%r8", 0, "W") + ">>@!%p3 st.shared.b32 [%r1+3968], %r0; //!\nEND:\n",
+        schedules=("oldest_first", "round_robin"),
+    ),
     "a lane arrives for others that have written": Case(
         "missing_warp_sync",
         INIT.format(1, 1) + "@!%p1 bra OTHER;\nst.shared.b32 [%r1], %r0; //!\n<<||bar.warp.sync -1;\n>>@%p3 "

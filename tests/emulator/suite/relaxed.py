@@ -45,6 +45,22 @@ GATHERED = (
     INIT.format(32, 1) + "setp.eq.u32 %p5, %r3, 2;\n@%p5 bra OTHER;\n" + PUT + "{}bar.sync 1, 64;\n@!%p1 bra END;\n{}"
     + arrive("relaxed.cta") + "bra END;\nOTHER:\n" + wait() + "ld.shared.b32 %r20, [%r1-128]; //!\n" + USE + "END:\n"
 )  # fmt: skip
+# Warp 0 of CTA 1 stores, its warp 1 waits relaxed and tells the peer, which reads.
+TOLD = (
+    INIT.format(32, 32) + "fence.mbarrier_init.release.cluster;\n" + CLUSTER + PEER.format("%r9") + "@%p4 bra TOLD;\n"
+    "@!%p1 bra READ;\n" + PUT + arrive("release.cta") + "bra END;\nREAD:\n" + wait("relaxed.cta")
+    + REMOTE.format("release.cluster") + "bra END;\nTOLD:\n@!%p1 bra END;\n"
+    + wait("acquire.cluster", label="V").replace("%r8", "%r9") + "fence.acq_rel.<<cta||cluster>>;\n"
+    "mapa.shared::cluster.u32 %r14, %r1, %r12;\nld.shared::cluster.b32 %r20, [%r14]; //!\n" + USE + "END:\n" + CLUSTER
+)  # fmt: skip
+# Warp 0 stores, warp 1 waits relaxed and makes a copy, warp 2 waits for the copy and fences.
+HEARD = (
+    INIT.format(32, 1) + "setp.eq.u32 %p5, %r3, 1;\nsetp.eq.u32 %p6, %r3, 2;\n@%p5 bra READ;\n@%p6 bra HEARD;\n"
+    + PUT + arrive("release.cta") + "bra END;\nREAD:\n" + wait("relaxed.cta")
+    + "@!%p3 bra END;\nmbarrier.arrive.expect_tx.<<relaxed||release>>.cta.shared.b64 _, [%r9], 256;\n"
+    f"{BULK} [%r2+1024], [%rd1], 256, [%r9];\nbra END;\nHEARD:\n" + wait(label="V").replace("%r8", "%r9")
+    + FENCE.format("cta") + "ld.shared.b32 %r20, [%r1-256]; //!\n" + USE + "END:\n"
+)  # fmt: skip
 
 CASES = {
     "a relaxed arrival after the store": Case(
@@ -115,6 +131,15 @@ CASES = {
     "a release that does not reach the peer": Case(
         "race_shared", SENT.format(REMOTE.format("release.<<cta||cluster>>")), **PEERS
     ),
+    "a fence after a relaxed wait that does not reach the peer": Case(
+        "race_shared",
+        SENT.replace(wait("acquire.cluster"), wait("relaxed.cluster") + "fence.acq_rel.<<cta||cluster>>;\n").format(
+            REMOTE.format("release.cluster")
+        ),
+        **PEERS,
+    ),
+    "a fence that does not reach the warp that waited": Case("race_shared", TOLD, grid=2, cluster=2),
+    "a fence for the wait of a warp known by a copy": Case("race_through_completion", HEARD, threads=96),
     "a barrier of two warps and no fence": Case(
         "race_shared", GATHERED.format(f"<<||{FENCE.format('cta')}>>", ""), threads=96
     ),

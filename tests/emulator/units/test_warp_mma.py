@@ -57,6 +57,16 @@ def inputs(kind, k, how, seed=0):
     return [numbers_of(rng, kind, how, n) for n in (2 * blocks, blocks)] + [c.astype(np.float32).view(np.uint32)]
 
 
+@pytest.mark.parametrize("how", ["any bits", "numbers"])
+def test_halves_without_the_processors_help(how, monkeypatch):
+    given = inputs("f16", 16, how)
+    expected = serve("f16", 16, given).view(np.float32)
+    monkeypatch.setattr(warp_mma, "converts_halves", lambda: not warp_mma.binding.get_host_cpu_features()["f16c"])
+    plain = warp_mma.multiply.__wrapped__
+    monkeypatch.setattr(warp_mma, "multiply", plain)
+    assert np.array_equal(serve("f16", 16, given).view(np.float32), expected, equal_nan=True)
+
+
 def in_numpy(monkeypatch, *arguments, **more):
     """The same by numpy's sums."""
     with monkeypatch.context() as patch:
