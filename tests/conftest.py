@@ -90,6 +90,7 @@ def mark_further(items):
 def pytest_collection_modifyitems(config, items):
     """Leave out tests marked `full` that are not selected, by an option, by name or by their mark."""
     mark_further(items)
+    config.left_out = []
     option, tenths = config.option, chosen_tenths(config)
     if option.all or "full" in option.markexpr or any("::" in argument for argument in config.args):
         return

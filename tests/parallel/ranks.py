@@ -66,6 +66,7 @@ def run(plan, work, tmp_path, *, timeout=60.0, meddle=None, lifeline=None):
             pids.append(pid)
             continue
         code = 1
+        torch.set_num_threads(1)  # a fork has none of the threads that its parent's pool waits for
         try:
             with open(tmp_path / f"err{rank}", "wb", buffering=0) as err:
                 os.dup2(err.fileno(), 2)

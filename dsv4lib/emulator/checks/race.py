@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
+from dsv4lib.emulator.checks.clocks import ALWAYS, CARRIED, EXECUTED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.checks.cluster_state import ClusterState
 from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
@@ -192,7 +192,10 @@ class Detector(Proxies):
 
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int, relaxed: bool = False) -> None:
         """Record the arrival of a warp at a phase of the cluster barrier; a relaxed one releases what was fenced."""
-        known = self._released(warp, CLUSTER) if relaxed else self._state(warp).clocks.of(warp)
+        known = self._state(warp).clocks.of(warp)
+        if relaxed:
+            known = self._released(warp, CLUSTER)
+            known[EXECUTED] = known[CARRIED]  # an arrival at an mbarrier of a peer may be on its way yet
         self._arrive_in_cluster(warp, barrier, phase, known)
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:

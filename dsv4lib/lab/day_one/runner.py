@@ -274,7 +274,7 @@ class Runner:
             limit = min(step.limit_s, max(0.0, self._end - start))
             try:
                 status, detail = call.result(limit)
-                if status == HUNG and limit < step.limit_s:
+                if (status == HUNG and limit < step.limit_s) or (status == CRASHED and self._stopped):
                     status = UNFINISHED
                     worker.uncount(mark, code)
                     self.left.append(step.name)

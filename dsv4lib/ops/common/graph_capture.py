@@ -57,6 +57,7 @@ class Beside:
     def __init__(self, device: torch.device, allowed: bool = True) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._inside: AbstractContextManager | None = None
+        self._device = device
         if allowed and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
@@ -69,7 +70,7 @@ class Beside:
 
     def __enter__(self) -> Beside:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             self._inside = torch.cuda.stream(self._stream)
             self._inside.__enter__()
         return self
@@ -82,4 +83,4 @@ class Beside:
     def join(self) -> None:
         """Have what follows wait for the branch."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)

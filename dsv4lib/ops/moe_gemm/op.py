@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
@@ -106,6 +107,8 @@ def moe_gemm(
         check_formats(mode, out_format)
     if x.codes.dim() != 2 or w.codes.dim() not in (3, 4):
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K] or tiled")
+    if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int32):
+        raise ArgumentError("rows", f"{rows.dtype}{list(rows.shape)}", "torch.int32[R]")
     if expected is None:
         expected = -(-len(x.codes if rows is None else rows) // max(1, w.codes.shape[0]))
     elif not 0 <= expected < 2**31:

@@ -36,7 +36,7 @@ def log(monkeypatch):
 
     monkeypatch.setattr(Beside, "_streams", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[-1])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(found, "branch"))
     monkeypatch.setattr(torch.cuda, "stream", inside)
     return found

@@ -98,7 +98,6 @@ def test_tokens_of_a_chunk_share_tiles_of_entries():
     assert outcome.clean, outcome.findings()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_every_schedule_gives_the_same_bits(cluster):
     one = paged(case(100, [230, 70], [128, 33]), 48)

@@ -76,7 +76,6 @@ def test_budget(options):
     assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
 
 
-@pytest.mark.full
 def test_every_schedule_gives_the_same_bits():
     """Two tokens of a CTA, of three and two tiles."""
     one = paged(case(64, [140, 3], [33, 70]), 48)

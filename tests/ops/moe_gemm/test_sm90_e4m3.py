@@ -124,7 +124,6 @@ def test_one_product_is_exact():
     assert outcome.findings() == set() and outcome.error == 0
 
 
-@pytest.mark.full
 def test_every_schedule_gives_the_same_bits():
     """And no check finds anything."""
     options = {"tile_n": 32, "step_k": 256, "out": "mxfp8", **L1}

@@ -97,6 +97,27 @@ def test_a_list_of_rows_changes_no_bit(mode, backend):
     assert torch.equal(h.codes[rows], listed_h.codes[rows]) and torch.equal(y, listed_y) and y.any()
 
 
+@pytest.mark.parametrize(
+    "rows", [torch.tensor(0, dtype=torch.int32), torch.zeros(16), torch.zeros(2, 8, dtype=torch.int32)]
+)
+def test_a_list_of_rows_of_another_kind_is_refused(rows):
+    x = Operand(torch.zeros(16, 128, dtype=torch.uint8), torch.full((512,), 127, dtype=torch.uint8))
+    w = Operand(torch.zeros(2, 1, 1, 4352, dtype=torch.uint8))
+    groups = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="rows.*torch.int32"):
+        moe_gemm(x, w, *groups, mode="w4a8", rows=rows, backend="reference")
+
+
+def test_rows_that_name_no_token_are_zeros():
+    """The oracle's, as the kernel's: -1, and past the last token."""
+    x = Operand(torch.full((4, 128), 0x38, dtype=torch.uint8), torch.full((512,), 127, dtype=torch.uint8))
+    w = Operand(torch.full((1, 1, 1, 4352), 120, dtype=torch.uint8))
+    groups = torch.zeros(1, dtype=torch.int32), torch.full((1,), 4, dtype=torch.int32)
+    rows = torch.tensor([-1, 0, 4, 3], dtype=torch.int32)
+    found = moe_gemm(x, w, *groups, mode="w4a8", rows=rows, expected=4, backend="reference").codes
+    assert [bool(row.any()) for row in found] == [False, True, False, True]
+
+
 class HastyTokens(TiledMoeGemm):
     """Its load warp does not wait for the launch before, which writes the tokens."""
 

@@ -81,7 +81,6 @@ def test_small_integers_are_exact(mode):
     assert outcome.findings() == set() and outcome.error == 0
 
 
-@pytest.mark.full
 def test_every_schedule_gives_the_same_bits():
     """And no check finds anything."""
     options = {"tile_n": 32, "step_k": 256, **L1}
