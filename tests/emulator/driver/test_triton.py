@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import sys
 
 import pytest
@@ -187,9 +188,10 @@ UNMASKED, MASKED = "tl.store(out + i, value)", "tl.store(out + i, value, mask=i 
     ],
     ids=["race", "atomic", "no mask", "mask"],
 )
-def test_a_script_and_its_mistakes(tmp_path, capfd, body, code, said, printed):
+def test_a_script_and_its_mistakes(monkeypatch, tmp_path, capfd, body, code, said, printed):
     script = tmp_path / "counts.py"
     script.write_text(SCRIPT.format(body=body))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # a script runs in a process of its own
     assert command.run(Wish("dsv4 sanitize", str(script), [], "sm_90a", {"checks": "race"})) == code
     out, error = capfd.readouterr()
     assert printed in out and said in error, error
